@@ -1,0 +1,78 @@
+"""The command line: arguments → objects → exit code. The only part that prints.
+
+Each subcommand is a module of this package, imported only when it is called, so that `validate` starts without
+quart, zmq or torch. Exit codes: 0 good, 1 findings or failure, 2 could not check or wrong usage.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import click
+
+from mooncake_v0 import __version__
+from mooncake_v0.errors import CouldNotCheckError, MooncakeV0Error
+
+# name -> (module, attribute, one line for the list of commands)
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "metadata": ("mooncake_v0.cli.metadata", "metadata", "Serve, inspect and clean the metadata store."),
+    "proxy": ("mooncake_v0.cli.proxy", "proxy", "Serve the OpenAI API in front of prefill and decode instances."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose subcommands are imported when they are called, and listed without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, COMMANDS[name][2]) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mooncake-v0")
+@click.option("--debug", is_flag=True, help="Show tracebacks and debug logs.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Run pinned vLLM V0 prefill/decode pairs over the Mooncake transfer engine."""
+    ctx.obj = {"debug": debug}
+
+
+def main(argv: list[str] | None = None) -> Any:
+    """Entry point of the console script: turns our errors into one clear message and an exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in arguments[:1]
+    try:
+        code = cli.main(args=arguments, prog_name="mooncake-v0", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        code = 130
+    except BrokenPipeError:
+        # the reader of our output (head, less) has gone; nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    except MooncakeV0Error as error:
+        if debug:
+            raise
+        click.echo(f"error: {error.what}", err=True)
+        if error.fix:
+            click.echo(f"  fix: {error.fix}", err=True)
+        code = 2 if isinstance(error, CouldNotCheckError) else 1
+    sys.exit(code if isinstance(code, int) else 0)
