@@ -1,0 +1,130 @@
+"""The two kinds of address in a mooncake.json, taken apart. Text in, frozen data or None out; no I/O, no wording.
+
+An endpoint (`prefill_url`, `decode_url`) is HOST:PORT of an engine: HOST an IPv4 address or a name, because engine
+0.3.3.post2 resolves and listens on IPv4 only. A metadata address (`metadata_server`) is SCHEME://[USER[:PASSWORD]@]
+HOST[:PORT][,HOST:PORT...][/PATH]; without a scheme it is what `metadata_backend` says, or etcd.
+
+The rules say why something is not an address; `load` and the plugin only need the parts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mooncake_v0.config.model import Endpoint
+
+METADATA_SCHEMES = ("etcd", "etcds", "http", "https", "redis", "rediss")
+# what `metadata_backend` may say (upstream's table); TLS variants exist only as URL schemes
+METADATA_BACKENDS = ("etcd", "redis", "http")
+DEFAULT_PORTS = {"etcd": 2379, "etcds": 2379, "http": 80, "https": 443, "redis": 6379, "rediss": 6379}
+
+HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?", re.ASCII)
+ENDPOINT = re.compile(r"(?P<host>[^:\s/\[\]@,]+):(?P<port>[0-9]{1,5})", re.ASCII)
+IPV4 = re.compile(r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])(\.(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])){3}")
+SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.ASCII | re.DOTALL)
+
+
+def parse_endpoint(text: str) -> Endpoint | None:
+    """`Endpoint` for HOST:PORT with a port of 1..65535, else None. Surrounding blanks are not part of the address."""
+    match = ENDPOINT.fullmatch(text.strip())
+    if match is None or not 1 <= int(match["port"]) <= 65535 or not is_host(match["host"]):
+        return None
+    return Endpoint(match["host"].lower(), int(match["port"]))
+
+
+def is_host(host: str) -> bool:
+    """Whether this is a plain IPv4 address or a name; `10.0.0.256`, `10.0.1` and `1234` are neither."""
+    if re.fullmatch(r"[0-9.]+", host):
+        return IPV4.fullmatch(host) is not None
+    return len(host) <= 253 and HOST_NAME.fullmatch(host) is not None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the text alone says that this is the machine itself."""
+    host = host.lower().rstrip(".")
+    return (
+        host in ("localhost", "::1", "[::1]")
+        or host.endswith(".localhost")
+        or (IPV4.fullmatch(host) is not None and host.startswith("127."))
+    )
+
+
+def same_host(one: str, other: str) -> bool:
+    """Whether two hosts are one machine by their text: equal names, or both loopback."""
+    return one.lower().rstrip(".") == other.lower().rstrip(".") or (is_loopback(one) and is_loopback(other))
+
+
+@dataclass(frozen=True)
+class MetadataAddress:
+    """A metadata_server taken apart. scheme is in lower case; hosts are (host, port or None) without brackets."""
+
+    scheme: str
+    user_info: str
+    hosts: tuple[tuple[str, int | None], ...]
+    path: str
+    query: str
+    url: str
+
+    @property
+    def host(self) -> str:
+        return self.hosts[0][0]
+
+    @property
+    def port(self) -> int:
+        return self.hosts[0][1] or DEFAULT_PORTS[self.scheme]
+
+
+def split_scheme(text: str) -> tuple[str | None, str]:
+    """The scheme as written (None without one) and the rest: 'ETCD://h:1' gives ('ETCD', 'h:1')."""
+    match = SCHEME.fullmatch(text)
+    return (match["scheme"], match["rest"]) if match else (None, text)
+
+
+def effective_scheme(text: str, backend: str | None) -> str:
+    """The scheme that counts, in lower case: the prefix, else metadata_backend, else etcd (upstream's default)."""
+    scheme, _ = split_scheme(text.strip())
+    return (scheme or (backend or "").strip() or "etcd").lower()
+
+
+def split_host_port(text: str) -> tuple[str, str | None]:
+    """('h', '1') for 'h:1', ('::1', '1') for '[::1]:1', ('h', None) without a port; the port as written."""
+    if text.startswith("["):
+        host, _, tail = text[1:].partition("]")
+        return host, tail[1:] if tail.startswith(":") else (None if not tail else tail)
+    host, colon, port = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
+    return host, port if colon else None
+
+
+def parse_metadata(text: str, backend: str | None = None) -> MetadataAddress | None:
+    """`MetadataAddress`, or None if this is not an address of a known kind."""
+    scheme = effective_scheme(text, backend)
+    _, rest = split_scheme(text.strip())
+    if scheme not in METADATA_SCHEMES or re.search(r"\s", rest):
+        return None
+    authority, slash, path = rest.partition("/")
+    authority, question, query = authority.partition("?")
+    if not question:
+        path, question, query = path.partition("?")
+    user_info, _, host_list = authority.rpartition("@")
+    hosts = []
+    for item in host_list.split(","):
+        host, port = split_host_port(item)
+        if port is not None and not (port.isdecimal() and port.isascii() and 1 <= int(port[:6]) <= 65535):
+            return None
+        if not (is_host(host) or _is_ipv6(host)):
+            return None
+        hosts.append((host, int(port) if port is not None else None))
+    return MetadataAddress(scheme, user_info, tuple(hosts), slash + path, query, f"{scheme}://{rest}")
+
+
+def _is_ipv6(host: str) -> bool:
+    if ":" not in host:
+        return False
+    import ipaddress  # 3 ms that only an IPv6 address has to pay
+
+    try:
+        ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
