@@ -1,1 +1,1 @@
-"""metadata"""
+"""The metadata service: stores (`open_store`), the HTTP gateway, the registry of instances, and what inspects them."""

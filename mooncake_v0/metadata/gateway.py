@@ -1,0 +1,258 @@
+"""The HTTP metadata gateway: what the pinned engine speaks, over any store.
+
+Two callers: `mooncake-v0 metadata serve` runs `serve` in the foreground; a transfer agent calls `start_gateway_thread`
+for a private gateway on loopback when its mooncake.json names a store that the engine cannot speak to itself (redis, an
+etcd cluster, credentials). Life cycle: bind, answer, and on stop: no new connections, open requests are finished (up to
+GRACE_S), watches end, the store is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Callable
+
+from aiohttp import web
+
+from mooncake_v0.errors import MetadataError, MooncakeV0Error
+from mooncake_v0.metadata.gateway_auth import Access, token_access
+from mooncake_v0.metadata.gateway_metrics import GatewayMetrics
+from mooncake_v0.metadata.gateway_requests import MAX_VALUE_BYTES, GatewayRequests, Reply, change_row, refusal
+from mooncake_v0.metadata.gateway_watches import Subscription, WatchHub
+from mooncake_v0.metadata.store import DEFAULT_TIMEOUT_S, Change, MetadataStore, open_store
+from mooncake_v0.metadata.store_runner import StoreRunner
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT = 8080
+GRACE_S = 2.0
+BACKLOG = 4096
+WATCH_SIGN_OF_LIFE_S = 15.0
+READ_BODY_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
+    """How a gateway behaves; host and port are where it listens, port 0 picks one.
+
+    default_ttl_s: keys put without a ttl of their own vanish after this long, None never
+    stale_reads:   answer gets from memory while the store is down
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    access: Access = field(default_factory=Access)
+    default_ttl_s: float | None = None
+    stale_reads: bool = False
+
+
+class Gateway:
+    """A listening gateway; used inside its event loop."""
+
+    def __init__(self, store: MetadataStore, options: GatewayOptions) -> None:
+        self._options = options
+        self._metrics = GatewayMetrics()
+        self._runner = StoreRunner(store, stale_reads=options.stale_reads)
+        self._hub = WatchHub(store)
+        self._requests = GatewayRequests(
+            self._runner, access=options.access, metrics=self._metrics, default_ttl_s=options.default_ttl_s
+        )
+        self._server = web.Server(self._handle, access_log=None, tcp_keepalive=True)
+        self._web_runner = web.ServerRunner(self._server, shutdown_timeout=GRACE_S)
+        self.port = options.port
+
+    async def start(self) -> None:
+        """Bind and listen. Raises MetadataError when the address cannot be bound."""
+        options = self._options
+        await self._web_runner.setup()
+        site = web.TCPSite(self._web_runner, options.host, options.port, backlog=BACKLOG)
+        try:
+            await site.start()
+        except (OSError, OverflowError) as error:
+            await self.stop()
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise MetadataError(
+                f"cannot listen on {options.host}:{options.port}: {reason}", fix="choose another --host or --port, or 0"
+            ) from error
+        self.port = self._web_runner.addresses[0][1]
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
+        return f"http://{host}:{self.port}/metadata"
+
+    async def stop(self) -> None:
+        self._hub.close()
+        await self._web_runner.cleanup()
+        await self._runner.close()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        started = time.perf_counter()
+        headers = request.headers
+        reply = await self._read_and_answer(request)
+        if reply.watch_prefix is not None:
+            return await self._stream(request, reply.watch_prefix)
+        self._metrics.count(request.method, reply.status, time.perf_counter() - started)
+        response = web.Response(body=reply.body, status=reply.status, headers=reply.headers or None)
+        response.headers["Content-Type"] = reply.content_type
+        del headers
+        return response
+
+    async def _read_and_answer(self, request: web.BaseRequest) -> Reply:
+        body = b""
+        if request.body_exists:
+            try:
+                body = await asyncio.wait_for(self._read_body(request), READ_BODY_TIMEOUT_S)
+            except ValueError:
+                return refusal(
+                    413, f"the value is over {MAX_VALUE_BYTES} bytes", "register fewer regions, or larger ones"
+                )
+            except asyncio.TimeoutError:
+                return refusal(408, "the body did not arrive in time", "send it whole")
+        headers = request.headers
+        return await self._requests.answer(
+            request.method, request.raw_path, headers.get("Authorization"), headers.get("If-Match"), body
+        )
+
+    async def _read_body(self, request: web.BaseRequest) -> bytes:
+        if (request.content_length or 0) > MAX_VALUE_BYTES:
+            raise ValueError
+        chunks, size = [], 0
+        async for chunk in request.content.iter_any():
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > MAX_VALUE_BYTES:
+                raise ValueError
+        return b"".join(chunks)
+
+    async def _stream(self, request: web.BaseRequest, prefix: str) -> web.StreamResponse:
+        try:
+            subscription = await self._hub.subscribe(prefix)
+        except MooncakeV0Error as error:
+            reply = refusal(503, error.what, error.fix)
+            return web.Response(body=reply.body, status=reply.status, content_type=reply.content_type)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
+        self._metrics.watchers.inc()
+        try:
+            await response.prepare(request)
+            await response.write(b"\n")
+            await self._send_changes(response, subscription)
+        except ConnectionError:
+            logger.debug("a watching client has gone")
+        finally:
+            self._metrics.watchers.dec()
+            self._hub.unsubscribe(subscription)
+        return response
+
+    async def _send_changes(self, response: web.StreamResponse, subscription: Subscription) -> None:
+        while True:
+            try:
+                item = await asyncio.wait_for(subscription.queue.get(), WATCH_SIGN_OF_LIFE_S)
+            except asyncio.TimeoutError:
+                await response.write(b"\n")
+                continue
+            if not isinstance(item, Change):
+                return
+            await response.write(json.dumps(change_row(item)).encode() + b"\n")
+
+
+async def serve(
+    store: MetadataStore, options: GatewayOptions, *, stop: asyncio.Event, ready: Callable[[str], None]
+) -> None:
+    """Run a gateway until `stop` is set; `ready` gets its URL once it listens."""
+    gateway = Gateway(store, options)
+    await gateway.start()
+    ready(gateway.url)
+    await stop.wait()
+    await gateway.stop()
+
+
+class GatewayThread:
+    """A gateway in a daemon thread of this process.
+
+    url: what the engine takes as metadata server, with the private login in it; never log it, log `masked_url`.
+    """
+
+    def __init__(
+        self, url: str, masked_url: str, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, thread: threading.Thread
+    ) -> None:
+        self.url = url
+        self.masked_url = masked_url
+        self._loop = loop
+        self._stop = stop
+        self._thread = thread
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop and wait for it; may be called twice."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(STOP_TIMEOUT_S)
+
+
+def start_gateway_thread(
+    store_url: str,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    is_private: bool = True,
+    stale_reads: bool = True,
+) -> GatewayThread:
+    """Start a gateway over a store and return when it listens.
+
+    is_private: only who has the handle's url, which holds a random login, can read or write; the engine sends it as
+    HTTP Basic. The caller sets NO_PROXY for 127.0.0.1 before the engine starts: libcurl honours http_proxy.
+
+    Raises MetadataError for a bad store URL or an address that cannot be bound. A store that is down is no error here.
+    """
+    token = secrets.token_urlsafe(24)
+    options = GatewayOptions(
+        host, port, access=token_access(token) if is_private else Access(), stale_reads=stale_reads
+    )
+    store = open_store(store_url, timeout_s=timeout_s)
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+    thread = threading.Thread(target=_run_thread, args=(store, options, started), name="metadata-gateway", daemon=True)
+    thread.start()
+    url, loop, stop = started.result(START_TIMEOUT_S)
+    private_url = url.replace("://", f"://agent:{token}@", 1) if is_private else url
+    return GatewayThread(private_url, url, loop, stop, thread)
+
+
+def _run_thread(
+    store: MetadataStore,
+    options: GatewayOptions,
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]],
+) -> None:
+    async def main() -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        await serve(store, options, stop=stop, ready=lambda url: started.set_result((url, loop, stop)))
+
+    try:
+        asyncio.run(main())
+    except MooncakeV0Error as error:
+        if started.done():
+            logger.error("the metadata gateway ended: %s", error.what)
+        else:
+            started.set_exception(error)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that was free a moment ago, for callers that must name one before they bind it."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

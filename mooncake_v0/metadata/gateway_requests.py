@@ -1,0 +1,194 @@
+"""What the gateway answers: request data in, reply data out, no sockets. `gateway` is the HTTP shell around it.
+
+The contract of the pinned engine (0.3.3.post2, transfer_metadata_plugin.cpp, and the wheel's own server):
+
+    GET    /metadata?key=K            200 + value | 404
+    PUT    /metadata?key=K  value     200, also over an existing key: a crashed engine's keys are still there
+    DELETE /metadata?key=K            200 | 404
+
+Ours besides: `ttl` (seconds) on PUT, `If-Match` on DELETE, GET /metadata/list?prefix=P, GET /metadata/watch?prefix=P
+(one JSON object a line), GET /health (a put, get and delete at the store) and GET /metrics (Prometheus).
+Errors are JSON: {"error": what, "fix": how}.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import math
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl, unquote_plus
+
+from mooncake_v0.errors import MetadataError, StoreUnavailableError, UnsupportedError
+from mooncake_v0.metadata.gateway_auth import Access
+from mooncake_v0.metadata.gateway_metrics import GatewayMetrics
+from mooncake_v0.metadata.http_store import value_tag
+from mooncake_v0.metadata.store import Change, Entry
+from mooncake_v0.metadata.store_runner import StoreRunner
+
+logger = logging.getLogger(__name__)
+
+MAX_VALUE_BYTES = 1024 * 1024  # the wheel's server's limit (aiohttp's default); etcd's own is 1.5 MiB
+MAX_KEY_BYTES = 4096
+MAX_TTL_S = 10 * 365 * 86400
+JSON = "application/json"
+PATHS = ("/metadata", "/metadata/", "/")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer. watch_prefix: the shell answers with the stream of changes under this prefix instead of a body."""
+
+    status: int
+    body: bytes
+    content_type: str = JSON
+    headers: dict[str, str] = field(default_factory=dict)
+    watch_prefix: str | None = None
+
+
+NOT_FOUND = Reply(404, b'{"error": "metadata not found"}')
+UPDATED = Reply(200, b'{"status": "updated"}')
+DELETED = Reply(200, b'{"status": "deleted"}')
+
+
+class GatewayRequests:
+    """One store, one set of rules; used by one event loop."""
+
+    def __init__(
+        self, runner: StoreRunner, *, access: Access, metrics: GatewayMetrics, default_ttl_s: float | None = None
+    ) -> None:
+        self._runner = runner
+        self._access = access
+        self._metrics = metrics
+        self._default_ttl_s = default_ttl_s
+        self._id = uuid.uuid4().hex
+
+    async def answer(
+        self, method: str, target: str, authorization: str | None, if_match: str | None, body: bytes
+    ) -> Reply:
+        """The reply to one request; target is the request target as it came, percent-encoded."""
+        path, _, query = target.partition("?")
+        if path == "/health" and method == "GET":
+            return await self._health()
+        if not self._access.allows(authorization):
+            return refusal(401, "this metadata service needs a login", "send its token or user and password")
+        try:
+            if path in PATHS:
+                return await self._one_key(method, query, if_match, body)
+            return await self._rest(method, path, query)
+        except ValueError as error:
+            return refusal(400, f"request not understood: {error}", "percent-encode the key as UTF-8: ?key=…")
+        except StoreUnavailableError as error:
+            return refusal(503, error.what, error.fix, {"Retry-After": "1"})
+        except UnsupportedError as error:
+            return refusal(501, error.what, error.fix)
+        except MetadataError as error:
+            logger.error("%s failed: %s", method, error.what)
+            return refusal(500, error.what, error.fix)
+
+    async def _one_key(self, method: str, query: str, if_match: str | None, body: bytes) -> Reply:
+        key, ttl_s = _key_and_ttl(query)
+        if method == "GET":
+            found = await self._runner.get(key)
+            if found.value is None:
+                return NOT_FOUND
+            stale = {} if found.stale_s is None else {"Age": f"{found.stale_s:.0f}", "Warning": '110 - "store is down"'}
+            return Reply(200, found.value, headers=stale)
+        if method == "PUT":
+            await self._runner.put(key, body, self._default_ttl_s if ttl_s is None else ttl_s)
+            return UPDATED
+        if method == "DELETE":
+            return await self._delete(key, if_match)
+        return refusal(
+            405, f"method {method} is not known here", "use GET, PUT or DELETE", {"Allow": "GET, PUT, DELETE"}
+        )
+
+    async def _delete(self, key: str, if_match: str | None) -> Reply:
+        if if_match is None:
+            return DELETED if await self._runner.delete(key) else NOT_FOUND
+        found = await self._runner.get(key)
+        if found.value is None or found.stale_s is not None:
+            return NOT_FOUND
+        if value_tag(found.value) != if_match or not await self._runner.delete(key, found.value):
+            return refusal(412, "the value has changed", "read it again")
+        return DELETED
+
+    async def _rest(self, method: str, path: str, query: str) -> Reply:
+        if path not in ("/metadata/list", "/metadata/watch", "/metrics"):
+            return refusal(404, f"there is nothing at {path}", "the engine's path is /metadata")
+        if method != "GET":
+            return refusal(405, f"method {method} is not known here", "use GET", {"Allow": "GET"})
+        if path == "/metrics":
+            return Reply(200, self._metrics.text(self._runner), self._metrics.content_type)
+        prefix = dict(parse_qsl(query, keep_blank_values=True, errors="strict")).get("prefix", "")
+        if path == "/metadata/watch":
+            return Reply(200, b"", watch_prefix=prefix)
+        entries = await self._runner.run(lambda: self._runner.store.list(prefix))
+        return Reply(200, json.dumps({"entries": [entry_row(entry) for entry in entries]}).encode())
+
+    async def _health(self) -> Reply:
+        """A round trip of a key of this gateway's own, so that a store which answers 200 to anything is found out."""
+        key, value, started = f"mooncake-v0/probe/{self._id}", uuid.uuid4().bytes.hex().encode(), time.perf_counter()
+        store = self._runner.store
+
+        def round_trip() -> bool:
+            store.put(key, value, ttl_s=60)
+            return store.get(key) == value and store.delete(key)
+
+        try:
+            is_good, reason = await self._runner.run(round_trip), "the store lost a probe key"
+        except MetadataError as error:
+            is_good, reason = False, error.what
+        row: dict[str, Any] = {"status": "ok" if is_good else "down", "store": store.url}
+        row.update(round_trip_ms=round(1000 * (time.perf_counter() - started), 3)) if is_good else row.update(
+            error=reason
+        )
+        return Reply(200 if is_good else 503, json.dumps(row).encode())
+
+
+def refusal(status: int, what: str, fix: str, headers: dict[str, str] | None = None) -> Reply:
+    """An error as JSON; 401 gets the challenge that browsers and curl expect."""
+    extra = {"WWW-Authenticate": 'Basic realm="mooncake-v0"'} if status == 401 else {}
+    return Reply(status, json.dumps({"error": what, "fix": fix}).encode(), headers={**extra, **(headers or {})})
+
+
+def entry_row(entry: Entry) -> dict[str, str]:
+    """An entry as JSON: a value that is not UTF-8 goes as `value_base64`."""
+    return {"key": entry.key, **_value_field(entry.value)}
+
+
+def change_row(change: Change) -> dict[str, str]:
+    """A change as JSON, the same way."""
+    return {"kind": change.kind, "key": change.key, **({} if change.value is None else _value_field(change.value))}
+
+
+def _value_field(value: bytes) -> dict[str, str]:
+    try:
+        return {"value": value.decode()}
+    except UnicodeDecodeError:
+        return {"value_base64": base64.b64encode(value).decode()}
+
+
+def _key_and_ttl(query: str) -> tuple[str, float | None]:
+    """The key, decoded, and the ttl. Raises ValueError with what is wrong."""
+    if query.startswith("key=") and "&" not in query:  # all that the engine ever sends
+        return _checked_key(unquote_plus(query[4:], errors="strict")), None
+    fields = dict(parse_qsl(query, keep_blank_values=True, errors="strict"))
+    if "key" not in fields:
+        raise ValueError("there is no key")
+    ttl_s = float(fields["ttl"]) if "ttl" in fields else None
+    if ttl_s is not None and not (math.isfinite(ttl_s) and 0 < ttl_s <= MAX_TTL_S):
+        raise ValueError(f"ttl {ttl_s} is not a number of seconds above 0")
+    return _checked_key(fields["key"]), ttl_s
+
+
+def _checked_key(key: str) -> str:
+    if not key:
+        raise ValueError("the key is empty")
+    if len(key) * 4 > MAX_KEY_BYTES and len(key.encode()) > MAX_KEY_BYTES:
+        raise ValueError(f"the key has more than {MAX_KEY_BYTES} bytes")
+    return key

@@ -1,0 +1,168 @@
+"""Store URLs: what they may say, as data, and with their secrets masked.
+
+    memory:
+    sqlite:///relative/file.db    sqlite:////absolute/file.db
+    redis://[[USER]:PASSWORD@]HOST[:6379][/DB]           rediss:// for TLS
+    redis+sentinel://[…@]HOST[:26379],HOST…/SERVICE[/DB]  rediss+sentinel://
+    redis+cluster://[…@]HOST[:6379],HOST…                rediss+cluster://
+    etcd://[USER:PASSWORD@]HOST[:2379],HOST…             etcds:// for TLS; bare HOST:PORT[,HOST:PORT] means etcd
+    http://[USER:PASSWORD@]HOST[:PORT]/metadata          https://
+
+Options after `?`: ca=FILE, cert=FILE, key=FILE (TLS), password_file=FILE (keeps the password out of the process list).
+User and password are percent-decoded. Called by `open_store`, the gateway and the command line.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote
+
+from mooncake_v0.errors import MetadataError
+
+DEFAULT_PORTS = {"redis": 6379, "redis+sentinel": 26379, "redis+cluster": 6379, "etcd": 2379, "http": 80, "https": 443}
+TLS_KINDS = {"rediss": "redis", "rediss+sentinel": "redis+sentinel", "rediss+cluster": "redis+cluster", "etcds": "etcd"}
+OPTIONS = ("ca", "cert", "key", "password_file")
+FORMS = "memory:, sqlite:///FILE, redis://HOST:PORT, rediss://, etcd://HOST:PORT,HOST:PORT, etcds:// or http://HOST:PORT/metadata"
+
+
+@dataclass(frozen=True)
+class StoreURL:
+    """A parsed store URL.
+
+    kind:    the scheme as written
+    hosts:   (host, port) pairs in the order given; empty for memory and sqlite
+    path:    file for sqlite, "DB" or "SERVICE/DB" for redis, path for http
+    """
+
+    kind: str
+    hosts: tuple[tuple[str, int], ...] = ()
+    path: str = ""
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    @property
+    def is_tls(self) -> bool:
+        return self.kind in TLS_KINDS or self.kind == "https"
+
+    @property
+    def family(self) -> str:
+        """The scheme without TLS: redis, redis+sentinel, redis+cluster, etcd, http, sqlite, memory."""
+        return "http" if self.kind == "https" else TLS_KINDS.get(self.kind, self.kind)
+
+    def __str__(self) -> str:
+        """The URL without its password."""
+        if self.kind == "memory":
+            return "memory:"
+        login = ""
+        if self.user is not None or self.password is not None:
+            login = f"{self.user or ''}{':***' if self.password is not None else ''}@"
+        hosts = ",".join(f"[{h}]:{p}" if ":" in h else f"{h}:{p}" for h, p in self.hosts)
+        separator = "/" if self.path and self.family != "http" else ""
+        return f"{self.kind}://{login}{hosts}{separator}{self.path}"
+
+
+def mask_url(url: str) -> str:
+    """Any URL or text with what stands between `://` and `@` reduced to the user's name."""
+    return re.sub(r"(://)([^/@\s]*@)", lambda m: m.group(1) + _mask_login(m.group(2)), url)
+
+
+def _mask_login(login: str) -> str:
+    user, separator, _ = login.rstrip("@").partition(":")
+    return f"{user}:***@" if separator else "***@"
+
+
+def parse_store_url(url: str) -> StoreURL:
+    """Read a store URL. Raises MetadataError naming the part that is wrong; the message never holds the password."""
+    text = url.strip()
+    if text in ("memory:", "memory://"):
+        return StoreURL("memory")
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        scheme, rest = _without_scheme(text)
+    kind = scheme if scheme in ("sqlite", *TLS_KINDS, *DEFAULT_PORTS) else ""
+    if not kind:
+        raise MetadataError(f"{mask_url(text)!r} is not a metadata store URL", fix=f"use one of {FORMS}")
+    rest, options = _split_options(rest, kind)
+    if kind == "sqlite":
+        return _sqlite(rest)
+    return _networked(kind, rest, options)
+
+
+def _without_scheme(text: str) -> tuple[str, str]:
+    # HOST:PORT without a scheme is etcd, as the engine reads it (transfer_engine_py.cpp, parseConnectionString)
+    if re.fullmatch(r"[^/?#@\s]+:\d+(,[^/?#@\s]+:\d+)*", text):
+        return "etcd", text
+    return "", text
+
+
+def _split_options(rest: str, kind: str) -> tuple[str, dict[str, str]]:
+    body, _, query = rest.partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    for name in options:
+        if name not in OPTIONS:
+            raise MetadataError(
+                f"a {kind}:// store URL has no option {name!r}", fix=f"the options are {', '.join(OPTIONS)}"
+            )
+    return body, options
+
+
+def _sqlite(rest: str) -> StoreURL:
+    if not rest.startswith("/") or len(rest) < 2:
+        raise MetadataError(
+            f"sqlite://{rest} names no file",
+            fix="use sqlite:///FILE for a relative or sqlite:////FILE for an absolute path",
+        )
+    return StoreURL("sqlite", path=unquote(rest[1:]))
+
+
+def _networked(kind: str, rest: str, options: dict[str, str]) -> StoreURL:
+    authority, slash, path = rest.partition("/")
+    login, _, hosts_text = authority.rpartition("@")
+    user, password = _login(login)
+    if "password_file" in options:
+        password = _read_secret(options["password_file"])
+    family = "http" if kind in ("http", "https") else TLS_KINDS.get(kind, kind)
+    default_port = DEFAULT_PORTS[kind] if kind in DEFAULT_PORTS else DEFAULT_PORTS[family]
+    hosts = tuple(_host_port(part, default_port, kind) for part in hosts_text.split(","))
+    if len(hosts) > 1 and family in ("redis", "http"):
+        raise MetadataError(
+            f"a {kind}:// URL takes one host, got {len(hosts)}",
+            fix="use redis+sentinel:// or redis+cluster:// for several" if family == "redis" else "give one host",
+        )
+    return StoreURL(
+        kind,
+        hosts,
+        ("/" + path if slash else "") if family == "http" else path,
+        user,
+        password,
+        *(options.get(name) for name in ("ca", "cert", "key")),
+    )
+
+
+def _login(login: str) -> tuple[str | None, str | None]:
+    if not login:
+        return None, None
+    user, separator, password = login.partition(":")
+    return unquote(user) or None, unquote(password) if separator else None
+
+
+def _host_port(text: str, default_port: int, kind: str) -> tuple[str, int]:
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]\s]+)(?::(\d+))?", text)
+    port = int(match.group(2)) if match and match.group(2) else default_port
+    if match is None or not 1 <= port <= 65535:
+        raise MetadataError(f"{text!r} in the {kind}:// URL is not HOST:PORT", fix="write host:port, port 1..65535")
+    return match.group(1).strip("[]"), port
+
+
+def _read_secret(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise MetadataError(
+            f"password file {path!r} could not be read: {error.strerror}", fix="check the path and its permissions"
+        ) from error
