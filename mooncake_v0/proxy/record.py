@@ -1,0 +1,61 @@
+"""What is remembered of one request: for its log line and for the metrics. Never a prompt, never a key."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Record:
+    """Filled while the request is served; times in seconds on the monotonic clock, 0.0 where it did not happen.
+
+    disaggregated:  "yes", "fallback" (prefill was wanted but could not serve), "skipped" (not wanted), "" (no decode)
+    outcome:        "ok", "client_error", "error", "client_gone", "broken" (after the first byte)
+    """
+
+    request_id: str
+    path: str
+    start_s: float = field(default_factory=time.monotonic)
+    stream: bool = False
+    pair: str = ""
+    disaggregated: str = ""
+    skip_reason: str = ""
+    prompt_tokens: int = 0
+    body_bytes: int = 0
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    gap_s: float = 0.0
+    first_byte_s: float = 0.0
+    total_s: float = 0.0
+    events: int = 0
+    attempts: int = 0
+    status: int = 0
+    bytes_sent: int = 0
+    outcome: str = ""
+    error: str = ""
+    phase: str = "body"
+
+    def log_fields(self) -> dict[str, Any]:
+        """The access log line."""
+        return {
+            "request_id": self.request_id,
+            "path": self.path,
+            "status": self.status,
+            "outcome": self.outcome,
+            "error": self.error,
+            "phase": self.phase,
+            "pair": self.pair,
+            "disaggregated": self.disaggregated,
+            "skip_reason": self.skip_reason,
+            "stream": self.stream,
+            "attempts": self.attempts,
+            "prompt_tokens_estimate": self.prompt_tokens,
+            "body_bytes": self.body_bytes,
+            "bytes_sent": self.bytes_sent,
+            "queued_ms": round(self.queued_s * 1000, 3),
+            "prefill_ms": round(self.prefill_s * 1000, 3),
+            "first_byte_ms": round(self.first_byte_s * 1000, 3),
+            "total_ms": round(self.total_s * 1000, 3),
+        }
