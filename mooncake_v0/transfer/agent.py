@@ -1,0 +1,413 @@
+"""The transfer agent: one process per worker rank that owns the engine, the side channel and the lookup buffer.
+
+A worker's `AgentClient` starts it as ``python -m mooncake_v0.transfer.agent`` with two inherited descriptors, the pool and
+a socket pair, and its settings as JSON. It ends when the worker closes the socket, dies or sends SIGTERM; each way it
+removes its keys from the metadata store. When it dies or hangs the worker replaces it.
+
+The engine's data port gives every peer read and write access to the whole memory of the process it lives in: here that is
+the pool and nothing else of value.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+import zmq
+
+from mooncake_v0.config.model import RankPorts
+from mooncake_v0.errors import EngineError, ProtocolError, TransferError
+from mooncake_v0.metadata.registry import InstanceRecord
+from mooncake_v0.transfer.agent_settings import AgentSettings
+from mooncake_v0.transfer.decode_side import DecodeSide
+from mooncake_v0.transfer.engine import EngineSettings, check_descriptor, engine_takes
+from mooncake_v0.transfer.engine_thread import READY, STARTING, EngineThread, ReadResult, engine_opener
+from mooncake_v0.transfer.key_keeper import KeyKeeper, make_record
+from mooncake_v0.transfer.lookup_buffer import LookupBuffer
+from mooncake_v0.transfer.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+    PeerMessage,
+    Ping,
+    Pong,
+    Refused,
+    Release,
+    Status,
+    StatusRequest,
+    Welcome,
+    WorkerStatus,
+    WorkerStatusRequest,
+    decode_worker,
+    encode,
+)
+from mooncake_v0.transfer.peer import PING_EVERY_S, Peer, disagreement, explain_disagreement
+from mooncake_v0.transfer.pool import Pool
+from mooncake_v0.transfer.prefill_side import PrefillSide
+from mooncake_v0.transfer.side_channel import SideChannel
+
+logger = logging.getLogger("mooncake_v0.agent")
+
+TICK_S = 0.25
+REFUSED_RETRY_S = 2.0
+STUCK_READ_S = 15.0  # only a connect to a host that drops packets lasts longer (133 s); nothing can interrupt it
+EXIT_REPLACE_ME = 75
+_PR_SET_PDEATHSIG = 1
+
+
+class Agent:
+    """The main loop: one thread that owns the sockets and the buffer; the engine has a thread of its own."""
+
+    def __init__(self, settings: AgentSettings, worker: socket.socket, pool: Pool) -> None:
+        self.settings = settings
+        self.epoch = os.urandom(8).hex()
+        self.engine_state = STARTING
+        self.stopping = False
+        self._worker = worker
+        self._pool = pool
+        self._peer = Peer()
+        self._buffer = LookupBuffer(pool.nbytes, ttl_s=settings.ttl_s)
+        self._worker_counters: dict[str, float] = {}
+        self._channel = SideChannel(zmq.Context(), secret=_read_secret(settings.secret_file))
+        self._keeper = KeyKeeper(settings.config.metadata_server, self._record())
+        self._engine = EngineThread(self._engine_opener())
+        self._poller = zmq.Poller()
+        self._next_hello_s = 0.0
+        self._side: PrefillSide | DecodeSide
+        if settings.role == "prefill":
+            self._side = PrefillSide(self._buffer, self._peer, pool.address, self._send)
+        else:
+            self._side = DecodeSide(
+                self._buffer,
+                self._peer,
+                pool.address,
+                send=self._send,
+                submit=self._engine.submit,
+                cancel=self._engine.cancel_queued,
+            )
+
+    def run(self) -> int:
+        """Until the worker goes or SIGTERM comes; returns the exit code."""
+        self._poller.register(self._worker.fileno(), zmq.POLLIN)
+        self._poller.register(self._engine.wake_receiver.fileno(), zmq.POLLIN)
+        self._reply(WorkerStatus(0, self.status()))  # the first message: calls may come
+        next_tick_s = 0.0
+        code = 0
+        while not self.stopping:
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                next_tick_s = now_s + TICK_S
+                code = self._tick(now_s)
+                if code:
+                    break
+            self._poller.poll(self._wait_ms(next_tick_s))
+            self._serve_worker()
+            self._serve_engine()
+            self._serve_peer()
+        self._close()
+        return code
+
+    def stop(self, signum: int = 0, frame: FrameType | None = None) -> None:
+        self.stopping = True
+
+    # --- timing -------------------------------------------------------------------------------------------------------
+
+    def _wait_ms(self, next_tick_s: float) -> int:
+        deadline_s = next_tick_s
+        if isinstance(self._side, DecodeSide):
+            deadline_s = min(deadline_s, self._side.next_deadline_s() or deadline_s)
+        return max(0, math.ceil((deadline_s - time.monotonic()) * 1000))
+
+    def _tick(self, now_s: float) -> int:
+        self._listen()
+        reading_since = self._engine.reading_since
+        if reading_since is not None and now_s - reading_since > STUCK_READ_S:
+            logger.error("a read has hung for %.0f s: this agent is replaced", now_s - reading_since)
+            return EXIT_REPLACE_ME
+        if isinstance(self._side, DecodeSide):
+            if self._side.quarantined_bytes * 2 > self._pool.nbytes:
+                logger.error("timed-out reads block half of the buffer: this agent is replaced")
+                return EXIT_REPLACE_ME
+            self._call_peer(now_s)
+        if self._peer.silent(now_s):
+            self._lose_peer(f"it has been silent for {now_s - self._peer.heard_at_s:.1f} s")
+        self._side.tick(now_s)
+        return 0
+
+    # --- worker and engine --------------------------------------------------------------------------------------------
+
+    def _serve_worker(self) -> None:
+        while not self.stopping:
+            try:
+                data = self._worker.recv(MAX_MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.stopping = True
+                return
+            message = decode_worker(data)
+            if isinstance(message, WorkerStatusRequest):
+                self._reply(WorkerStatus(message.call, self.status()))
+                continue
+            if isinstance(message, Release):
+                for name, value in message.counters.items():
+                    self._worker_counters[name] = self._worker_counters.get(name, 0) + value
+            self._side.on_worker(message, self._reply)
+
+    def _reply(self, message: Message) -> None:
+        try:
+            self._worker.send(encode(message))
+        except BlockingIOError:
+            logger.error("the worker does not read its answers")
+        except OSError:
+            self.stopping = True
+
+    def _serve_engine(self) -> None:
+        for result in self._engine.take_results():
+            if isinstance(result, ReadResult):
+                assert isinstance(self._side, DecodeSide)
+                self._side.on_read(result)
+            elif result != self.engine_state:
+                self.engine_state = result
+                if result == READY:
+                    logger.info(
+                        "engine %s is ready (%s)", self.settings.ports.segment_name, self.settings.config.protocol
+                    )
+                    self._keeper.start()
+                else:
+                    logger.warning("no transfer: engine %s", result)
+
+    # --- peer ---------------------------------------------------------------------------------------------------------
+
+    def _hello(self, kind: type[Hello] = Hello) -> Hello:
+        settings = self.settings
+        return kind(
+            version=PROTOCOL_VERSION,
+            role=settings.role,
+            rank=settings.rank,
+            tp_size=settings.tp_size,
+            epoch=self.epoch,
+            segment_name=settings.ports.segment_name,
+            config_digest=settings.config.digest(),
+            fingerprint=settings.fingerprint,
+        )
+
+    def _listen(self) -> None:
+        """Bind the side channel, and dial the peer from decode; tried again on every tick until it works."""
+        if self._channel.listener is None:
+            ports = self.settings.ports
+            try:
+                self._channel.bind(ports.host, ports.side_channel)
+            except TransferError as error:
+                self._peer.report(str(error))
+                return
+            self._poller.register(self._channel.listener, zmq.POLLIN)
+            self._engine.start()
+        if self.settings.role == "decode" and self._channel.dialer is None:
+            peer = self.settings.config.ports("prefill", self.settings.rank)
+            try:
+                self._channel.dial(peer.host, peer.side_channel)
+            except TransferError as error:
+                self._peer.report(str(error))
+                return
+            self._poller.register(self._channel.dialer, zmq.POLLIN)
+
+    def _call_peer(self, now_s: float) -> None:
+        """Decode keeps the conversation going: a Hello until it is welcome, then pings."""
+        if self._channel.dialer is None:
+            return
+        if self._peer.up:
+            self._channel.send(Ping(self.epoch))
+        elif self.engine_state == READY and now_s >= self._next_hello_s:
+            self._next_hello_s = now_s + PING_EVERY_S
+            self._channel.send(self._hello())
+
+    def _serve_peer(self) -> None:
+        for identity, message in self._channel.receive():
+            if isinstance(message, StatusRequest):
+                self._channel.send(self.status(), identity)
+            elif isinstance(message, Hello):
+                self._greet(identity, message)
+            elif isinstance(message, (Ping, Pong)):
+                self._heard(identity, message)
+            elif isinstance(message, Refused):
+                self._next_hello_s = time.monotonic() + REFUSED_RETRY_S
+                self._lose_peer(explain_disagreement(message.field, message.theirs, message.ours))
+            elif self._from_peer(identity, message):
+                self._peer.heard_at_s = time.monotonic()
+                self._side.on_peer(message)
+
+    def _from_peer(self, identity: bytes | None, message: PeerMessage) -> bool:
+        return self._peer.up and identity == self._peer.identity
+
+    def _greet(self, identity: bytes | None, theirs: Hello) -> None:
+        """Prefill answers a Hello with Welcome or Refused; decode takes the Welcome."""
+        ours = self._hello()
+        wrong = disagreement(ours, theirs)
+        if self.settings.role == "prefill" and identity is not None and not isinstance(theirs, Welcome):
+            if self.engine_state != READY:
+                return
+            if wrong:
+                self._channel.send(Refused(*wrong), identity)
+            else:
+                self._channel.send(self._hello(Welcome), identity)
+        elif not (self.settings.role == "decode" and identity is None and isinstance(theirs, Welcome)):
+            return
+        if wrong:
+            if not self._peer.up:
+                self._peer.report(explain_disagreement(*wrong))
+            return
+        if self._peer.up and self._peer.epoch != theirs.epoch:
+            self._lose_peer("it was restarted")
+        if not self._peer.up:
+            self._peer.connect(theirs, identity, time.monotonic())
+            self._side.on_peer_up()
+        self._peer.identity = identity
+        self._peer.heard_at_s = time.monotonic()
+
+    def _heard(self, identity: bytes | None, message: Ping | Pong) -> None:
+        if isinstance(message, Ping):
+            if identity is None:
+                return
+            self._channel.send(Pong(self.epoch), identity)
+            if self._peer.up and message.epoch == self._peer.epoch:
+                self._peer.identity = identity  # a reconnect gives the same peer a new identity
+                self._peer.heard_at_s = time.monotonic()
+        elif self._peer.up and identity is None:
+            if message.epoch == self._peer.epoch:
+                self._peer.heard_at_s = time.monotonic()
+            else:
+                self._lose_peer("it was restarted")
+
+    def _lose_peer(self, problem: str) -> None:
+        was_up = self._peer.up
+        self._peer.lose(problem)
+        if was_up:
+            self._side.on_peer_down()
+
+    def _send(self, message: Message) -> None:
+        if self._peer.up:
+            self._channel.send(message, self._peer.identity)
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        counters = {**self._buffer.counters, **self._worker_counters, "rejected_messages": self._channel.rejected}
+        if isinstance(self._side, DecodeSide):
+            counters["quarantined_bytes"] = self._side.quarantined_bytes
+        return Status(
+            role=self.settings.role,
+            rank=self.settings.rank,
+            epoch=self.epoch,
+            engine=self.engine_state,
+            peer=self._peer.description,
+            peer_epoch=self._peer.epoch if self._peer.up else "",
+            buffer_bytes=self._buffer.used_bytes,
+            buffer_limit_bytes=self._buffer.limit_bytes,
+            entries=len(self._buffer),
+            counters={name: float(value) for name, value in counters.items()},
+        )
+
+    def _record(self) -> InstanceRecord:
+        """What the metadata store's registry says of this agent."""
+        settings, ports = self.settings, self.settings.ports
+        return make_record(
+            segment=ports.segment_name,
+            role=settings.role,
+            rank=settings.rank,
+            host=ports.host,
+            handshake=ports.handshake,
+            side_channel=ports.side_channel,
+            protocol=settings.config.protocol,
+            epoch=self.epoch,
+            deployment=settings.config.digest(),
+            api_url=settings.api_url,
+        )
+
+    def _engine_opener(self) -> Any:
+        config, ports = self.settings.config, self.settings.ports
+        settings = EngineSettings(ports.segment_name, config.metadata_server, config.protocol, config.device_names)
+        return engine_opener(
+            settings,
+            self._pool.address,
+            self._pool.nbytes,
+            check=self._check_before_start,
+            open_gateway=None if engine_takes(config.metadata_server) else self._keeper.open_gateway,
+            publish_check=lambda: check_descriptor(self._keeper.fetch_descriptor(), settings),
+        )
+
+    def _check_before_start(self) -> None:
+        check_ports_free(self.settings.ports)
+        self._keeper.check_name_free()
+
+    def _close(self) -> None:
+        self._keeper.stop()
+        if self._engine.is_alive():
+            self._engine.stop(timeout_s=2.0)
+        self._keeper.close()
+        self._channel.close()
+
+
+def check_ports_free(ports: RankPorts) -> None:
+    """Refuse before the engine overwrites the keys of a live process of the same name (it only fails afterwards)."""
+    for port in (ports.handshake, ports.data):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((ports.host, port))
+            except OSError as error:
+                raise EngineError(
+                    f"{ports.host}:{port} cannot be bound: {error.strerror}",
+                    fix="stop the process that uses it, or correct prefill_url or decode_url",
+                ) from error
+
+
+def _read_secret(path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    with open(path, "rb") as file:
+        return file.read().strip()
+
+
+def main(argv: list[str]) -> int:
+    """``python -m mooncake_v0.transfer.agent POOL_FD SOCKET_FD``; the settings come on standard input."""
+    # SIGTERM when the worker's supervisor thread dies, however it dies
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    pool_fd, worker_fd = int(argv[0]), int(argv[1])
+    settings = AgentSettings.from_json(sys.stdin.read())
+    logging.basicConfig(
+        level=settings.log_level,
+        format=f"%(levelname)s %(asctime)s mooncake-v0 {settings.role}/{settings.rank}] %(message)s",
+        datefmt="%m-%d %H:%M:%S",
+    )
+    worker = socket.socket(fileno=worker_fd)
+    worker.setblocking(False)
+    pool = Pool(pool_fd, settings.pool_nbytes)
+    pool.allocate_pages()
+    pool.map_pages()
+    agent = Agent(settings, worker, pool)
+    signal.signal(signal.SIGTERM, agent.stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to the worker, whose end ends us
+    try:
+        code = agent.run()
+    except ProtocolError as error:
+        logger.error("the worker sent %s", error)
+        code = 1
+    # The engine's threads may hang in a connect; its keys are removed by now or cannot be.
+    logging.shutdown()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

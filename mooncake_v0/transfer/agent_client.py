@@ -1,0 +1,215 @@
+"""The worker's end of its transfer agent: starts it, talks to it with deadlines, replaces it when it dies or hangs.
+
+One per worker. The engine step calls `reserve`, `commit`, `select` and `release`; a supervisor thread owns the process.
+A call that finds no agent, or gets no answer in time, raises AgentUnavailableError and the step goes on without transfer.
+
+Life of an agent: spawned (a fresh interpreter; never forked, the engine's destructor in a forked child deletes its
+parent's keys) → running → its end is seen through its socket → the next one is spawned, with growing pauses when they die
+young. The pool belongs to the worker and outlives them; `step` keeps a new agent from writing into it while the step still
+copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import Iterator, Sequence, TypeVar
+
+from mooncake_v0.errors import AgentUnavailableError
+from mooncake_v0.transfer.agent_settings import AgentSettings
+from mooncake_v0.transfer.engine import check_engine_version, engine_environment
+from mooncake_v0.transfer.messages import (
+    MAX_MESSAGE_BYTES,
+    Abort,
+    Commit,
+    Message,
+    Release,
+    Reserve,
+    Reserved,
+    Select,
+    Selected,
+    Status,
+    WorkerStatus,
+    WorkerStatusRequest,
+    decode_worker,
+    encode,
+)
+from mooncake_v0.transfer.pool import Pool
+
+logger = logging.getLogger(__name__)
+
+CALL_DEADLINE_S = 1.0
+_RESTART_PAUSES_S = (0.1, 1.0, 5.0, 15.0)
+_YOUNG_S = 20.0
+_STOP_S = 3.0
+_WATCH_S = 0.05
+_START_S = 60.0
+
+Answer = TypeVar("Answer", Reserved, Selected, WorkerStatus)
+
+
+class AgentClient:
+    """start() once; close() at exit. The engine step's thread makes the calls, one at a time."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        check_engine_version()
+        self.pool = Pool.create(settings.pool_nbytes)
+        self.settings = replace(settings, pool_nbytes=self.pool.nbytes)
+        self.restarts = 0
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._calls = 0
+        self._io_lock = threading.Lock()
+        self._step_lock = threading.Lock()
+        self._closing = threading.Event()
+        self._supervisor = threading.Thread(target=self._supervise, name="agent-supervisor", daemon=True)
+
+    def start(self) -> None:
+        self._supervisor.start()
+
+    @property
+    def running(self) -> bool:
+        return self._socket is not None
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Held while offsets in the pool are in use: no new agent is started meanwhile."""
+        with self._step_lock:
+            yield
+
+    def reserve(self, keys: Sequence[bytes], nbytes: Sequence[int]) -> Reserved:
+        """Space for entries, per key an offset or -1 with the reason."""
+        return self._call(Reserve(self._next_call(), list(keys), list(nbytes)), Reserved, CALL_DEADLINE_S)
+
+    def commit(self, keys: Sequence[bytes], ready_nbytes: Sequence[int]) -> None:
+        self._tell(Commit(list(keys), list(ready_nbytes)))
+
+    def abort(self, keys: Sequence[bytes]) -> None:
+        self._tell(Abort(list(keys)))
+
+    def select(self, keys: Sequence[bytes], wait_s: float) -> Selected:
+        """Pin entries; waits up to wait_s for those in flight. Every offset must be given back by `release`."""
+        return self._call(Select(self._next_call(), list(keys), wait_s), Selected, wait_s + CALL_DEADLINE_S)
+
+    def release(self, keys: Sequence[bytes], counters: dict[str, float]) -> None:
+        self._tell(Release(list(keys), counters))
+
+    def status(self) -> Status:
+        return self._call(WorkerStatusRequest(self._next_call()), WorkerStatus, CALL_DEADLINE_S).status
+
+    def close(self) -> None:
+        """End the agent; it removes its keys. Waits at most a few seconds."""
+        self._closing.set()
+        self._hang_up()
+        if self._supervisor.is_alive():
+            self._supervisor.join(_STOP_S + 1.0)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _next_call(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    def _call(self, message: Reserve | Select | WorkerStatusRequest, kind: type[Answer], deadline_s: float) -> Answer:
+        until_s = time.monotonic() + deadline_s
+        with self._io_lock:
+            sock = self._socket
+            if sock is None:
+                raise AgentUnavailableError("the transfer agent is not running")
+            try:
+                sock.settimeout(deadline_s)
+                sock.send(encode(message))
+                while True:
+                    sock.settimeout(max(0.001, until_s - time.monotonic()))
+                    data = sock.recv(MAX_MESSAGE_BYTES)
+                    if not data:
+                        raise ConnectionError("the agent has closed its socket")
+                    answer = decode_worker(data)
+                    if isinstance(answer, kind) and answer.call == message.call:
+                        return answer
+            except OSError as error:
+                self._hang_up()
+                raise AgentUnavailableError(f"the transfer agent gave no answer within {deadline_s:.1f} s") from error
+
+    def _tell(self, message: Message) -> None:
+        with self._io_lock:
+            sock = self._socket
+            if sock is None:
+                return
+            try:
+                sock.settimeout(CALL_DEADLINE_S)
+                sock.send(encode(message))
+            except OSError:
+                self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Forget this agent; the supervisor sees its socket shut down and replaces it."""
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    # --- supervision --------------------------------------------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        """The process's parent thread: it lives as long as the worker, which the agent's death signal depends on."""
+        young_deaths = 0
+        while not self._closing.is_set():
+            started_s = time.monotonic()
+            with self._step_lock:
+                sock = self._spawn()
+            self._watch(sock)
+            if self._closing.is_set():
+                return
+            self.restarts += 1
+            young_deaths = young_deaths + 1 if time.monotonic() - started_s < _YOUNG_S else 0
+            pause_s = _RESTART_PAUSES_S[min(young_deaths, len(_RESTART_PAUSES_S) - 1)]
+            logger.warning("the transfer agent has ended and is started again in %.1f s", pause_s)
+            self._closing.wait(pause_s)
+
+    def _spawn(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = engine_environment(os.environ, self.settings.config.metadata_server)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mooncake_v0.transfer.agent", str(self.pool.fd), str(theirs.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=(self.pool.fd, theirs.fileno()),
+            env=environment,
+            start_new_session=True,
+        )
+        theirs.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(self.settings.to_json().encode())
+        return ours
+
+    def _watch(self, sock: socket.socket) -> None:
+        """Until the agent has ended, or a call gave it up. Calls reach it from its first message on."""
+        assert self._process is not None
+        sock.settimeout(_START_S)
+        with contextlib.suppress(OSError):
+            if sock.recv(MAX_MESSAGE_BYTES):
+                self._socket = sock
+        while self._process.poll() is None and self._socket is not None:
+            self._closing.wait(_WATCH_S)
+        self._hang_up()
+        if self._closing.is_set():
+            self._wait_for_exit()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        sock.close()
+
+    def _wait_for_exit(self) -> None:
+        assert self._process is not None
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the transfer agent did not end within %.0f s and is killed", _STOP_S)

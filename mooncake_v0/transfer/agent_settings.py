@@ -1,0 +1,44 @@
+"""What a worker tells its agent at the start; JSON on the agent's standard input."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from mooncake_v0.config.model import Endpoint, MooncakeConfig, RankPorts, Role
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """Everything an agent is told at its start. fingerprint: what both sides' models must agree on."""
+
+    role: Role
+    rank: int
+    tp_size: int
+    config: MooncakeConfig
+    fingerprint: dict[str, str]
+    pool_nbytes: int
+    ttl_s: float = 480.0
+    secret_file: str | None = None
+    log_level: str = "INFO"
+    api_url: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> AgentSettings:
+        raw = json.loads(text)
+        config = raw.pop("config")
+        for side in ("prefill", "decode"):
+            config[side] = Endpoint(**config[side])
+        config["device_names"] = tuple(config["device_names"])
+        return cls(config=MooncakeConfig(**config), **raw)
+
+    @property
+    def peer_role(self) -> Role:
+        return "decode" if self.role == "prefill" else "prefill"
+
+    @property
+    def ports(self) -> RankPorts:
+        return self.config.ports(self.role, self.rank)

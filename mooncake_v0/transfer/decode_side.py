@@ -1,0 +1,328 @@
+"""Decode's half of an agent: fetches announced entries in the background and pins them for its worker.
+
+An entry is HELD, and only then given to the worker, when all its bytes were read and the peer has confirmed afterwards
+that it had not reused the region meanwhile. The worker's `Select` waits for entries in flight up to its deadline; a key
+that nobody announced is asked of the peer once, which costs one round trip and settles every race of announcement and
+request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Callable
+
+from mooncake_v0.transfer.engine_thread import ReadJob, ReadResult
+from mooncake_v0.transfer.lookup_buffer import HELD, LOST, TRANSFERRING, Entry, LookupBuffer
+from mooncake_v0.transfer.messages import (
+    MAX_KEYS,
+    Absent,
+    Announce,
+    Confirmed,
+    Dropped,
+    Message,
+    PeerMessage,
+    Query,
+    ReadDone,
+    ReadFailed,
+    Ready,
+    Release,
+    Select,
+    Selected,
+    Withdrawn,
+)
+from mooncake_v0.transfer.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+MIN_PART_BYTES = 16 << 20  # each read is a new tcp connection: few and large
+MAX_PART_BYTES = 512 << 20  # the engine allows a read 5 s and 1 ns a byte: enough for this at 1 Gbit/s
+STALLED_S = 60.0  # a transfer without progress for so long is given up
+QUERY_WAIT_S = 0.5  # for the peer's answer about a key that it did not announce
+
+_REMEMBERED = 10_000
+
+LATE = "late"  # reasons in Selected
+UNKNOWN = "unknown"
+NO_PEER = "no_peer"
+FAILED = "failed"
+
+
+@dataclass
+class Transfer:
+    """An entry on its way: how many leading bytes were asked of the engine and how many are here."""
+
+    entry: Entry
+    progress_at_s: float
+    offer: Ready | None = None
+    asked_nbytes: int = 0
+    done_nbytes: int = 0
+    read_s: float = 0.0
+
+
+@dataclass
+class Waiter:
+    """A Select that cannot be answered yet. keys still open map to their own deadline."""
+
+    select: Select
+    reply: Callable[[Message], None]
+    deadlines: dict[bytes, float] = field(default_factory=dict)
+    reasons: dict[bytes, str] = field(default_factory=dict)
+
+
+class DecodeSide:
+    """submit: hands a job to the engine thread; cancel: takes back those that have not begun."""
+
+    def __init__(
+        self,
+        buffer: LookupBuffer,
+        peer: Peer,
+        pool_address: int,
+        *,
+        send: Callable[[Message], None],
+        submit: Callable[[ReadJob], None],
+        cancel: Callable[[], list[ReadJob]],
+    ) -> None:
+        self._buffer = buffer
+        self._peer = peer
+        self._pool_address = pool_address
+        self._send = send
+        self._submit = submit
+        self._cancel = cancel
+        self._transfers: dict[bytes, Transfer] = {}
+        self._refused: dict[bytes, str] = {}  # announced, but no space; bounded by _REMEMBERED
+        self._waiters: list[Waiter] = []
+        self._pinned: dict[bytes, list[Entry]] = {}  # by the worker
+        self.quarantined_bytes = 0
+
+    # --- the worker ---------------------------------------------------------------------------------------------------
+
+    def on_worker(self, message: object, reply: Callable[[Message], None]) -> None:
+        if isinstance(message, Select):
+            waiter = Waiter(message, reply)
+            now_s = time.monotonic()
+            for key in message.keys:
+                self._look_up(key, waiter, now_s)
+            self._waiters.append(waiter)
+            self._settle(now_s)
+        elif isinstance(message, Release):
+            for key in message.keys:
+                entries = self._pinned.get(key)
+                if entries:
+                    self._buffer.unpin(entries.pop())
+                    if not entries:
+                        del self._pinned[key]
+
+    def _look_up(self, key: bytes, waiter: Waiter, now_s: float) -> None:
+        """Decide at once what can be decided; the rest is left open in the waiter with its deadline."""
+        entry = self._buffer.get(key)
+        if entry is not None:
+            if entry.state != HELD:
+                waiter.deadlines[key] = now_s + waiter.select.wait_s
+        elif key in self._refused:
+            waiter.reasons[key] = self._refused[key]
+        elif not self._peer.up:
+            waiter.reasons[key] = NO_PEER
+        else:
+            self._send(Query(key))
+            waiter.deadlines[key] = now_s + min(QUERY_WAIT_S, waiter.select.wait_s)
+
+    def _settle(self, now_s: float) -> None:
+        """Answer every waiter of which no key is open any more."""
+        for waiter in list(self._waiters):
+            for key, deadline_s in list(waiter.deadlines.items()):
+                entry = self._buffer.get(key)
+                if entry is not None and entry.state == HELD:
+                    del waiter.deadlines[key]
+                elif key in waiter.reasons or now_s >= deadline_s:
+                    del waiter.deadlines[key]
+                    waiter.reasons.setdefault(key, LATE if entry is not None else UNKNOWN)
+            if not waiter.deadlines:
+                self._waiters.remove(waiter)
+                waiter.reply(self._answer(waiter, now_s))
+
+    def _answer(self, waiter: Waiter, now_s: float) -> Selected:
+        offsets, nbytes, reasons = [], [], []
+        for key in waiter.select.keys:
+            entry = self._buffer.get(key)
+            if entry is not None and entry.state == HELD:
+                self._buffer.pin(entry)
+                self._buffer.touch(entry, now_s)
+                self._pinned.setdefault(key, []).append(entry)
+                offsets.append(entry.offset)
+                nbytes.append(entry.nbytes)
+                reasons.append("")
+            else:
+                offsets.append(-1)
+                nbytes.append(0)
+                reasons.append(waiter.reasons.get(key, LATE))
+        return Selected(waiter.select.call, offsets, nbytes, reasons)
+
+    def _close_key(self, key: bytes, reason: str) -> None:
+        """Tell whoever waits for this key that it will not come."""
+        for waiter in self._waiters:
+            if key in waiter.deadlines:
+                waiter.reasons[key] = reason
+
+    # --- the peer -----------------------------------------------------------------------------------------------------
+
+    def on_peer(self, message: PeerMessage) -> None:
+        now_s = time.monotonic()
+        if isinstance(message, Announce):
+            self._expect(message.key, message.nbytes, now_s)
+        elif isinstance(message, Ready):
+            self._fetch(message, now_s)
+        elif isinstance(message, Confirmed):
+            self._confirmed(message)
+        elif isinstance(message, Withdrawn):
+            self._give_up(message.key, FAILED)
+        elif isinstance(message, Absent):
+            self._close_key(message.key, UNKNOWN)
+        self._settle(now_s)
+
+    def on_peer_up(self) -> None:
+        self._refused.clear()
+
+    def on_peer_down(self) -> None:
+        """The peer's epoch ended: what it stored is not what a successor would store."""
+        self._cancel_all()
+        for entry in self._buffer:
+            self._buffer.remove(entry, LOST)
+        self._buffer.take_dropped()
+        for waiter in self._waiters:
+            for key in waiter.deadlines:
+                waiter.reasons[key] = NO_PEER
+        self._settle(time.monotonic())
+
+    def tick(self, now_s: float) -> None:
+        for key, transfer in list(self._transfers.items()):
+            if now_s - transfer.progress_at_s > STALLED_S:
+                self._give_up(key, FAILED)
+        self._buffer.expire(now_s)
+        self._tell_dropped()
+        self._settle(now_s)
+
+    def next_deadline_s(self) -> float | None:
+        deadlines = [deadline for waiter in self._waiters for deadline in waiter.deadlines.values()]
+        return min(deadlines) if deadlines else None
+
+    def _expect(self, key: bytes, nbytes: int, now_s: float) -> Transfer | None:
+        """The transfer of an announced key, with its space; None when it is here already or has no space."""
+        if key in self._transfers:
+            return self._transfers[key]
+        if self._buffer.get(key) is not None:
+            return None
+        made = self._buffer.insert(key, nbytes, now_s)
+        self._tell_dropped()
+        if isinstance(made, str):
+            if len(self._refused) >= _REMEMBERED:
+                self._refused.clear()
+            self._refused[key] = made
+            self._close_key(key, made)
+            return None
+        self._refused.pop(key, None)
+        for waiter in self._waiters:  # a key that was asked of the peer is now in flight: wait as for any other
+            if key in waiter.deadlines:
+                waiter.deadlines[key] = now_s + waiter.select.wait_s
+        transfer = self._transfers[key] = Transfer(made, now_s)
+        return transfer
+
+    def _fetch(self, offer: Ready, now_s: float) -> None:
+        held = self._buffer.get(offer.key)
+        if held is not None and held.state == HELD:
+            self._send(ReadDone(offer.key, offer.generation))
+            return
+        transfer = self._expect(offer.key, offer.nbytes, now_s)
+        if transfer is None or transfer.entry.nbytes != offer.nbytes:
+            self._send(ReadFailed(offer.key, offer.generation))
+            return
+        if transfer.offer is not None and transfer.offer.generation != offer.generation:
+            return  # a read of the earlier generation is under way; its confirmation will fail and end the transfer
+        transfer.offer = offer
+        transfer.entry.state = TRANSFERRING
+        transfer.progress_at_s = now_s
+        nbytes = offer.ready_nbytes - transfer.asked_nbytes
+        if nbytes <= 0 or (nbytes < MIN_PART_BYTES and offer.ready_nbytes < offer.nbytes):
+            return
+        while transfer.asked_nbytes < offer.ready_nbytes:
+            start = transfer.asked_nbytes
+            part = min(MAX_PART_BYTES, offer.ready_nbytes - start)
+            transfer.asked_nbytes += part
+            local = self._pool_address + transfer.entry.offset + start
+            self._submit(ReadJob(transfer, self._peer.segment_name, local, offer.address + start, part))
+
+    def on_read(self, result: ReadResult) -> None:
+        """A read ended. The last one asks the peer to confirm that the bytes were good all along."""
+        transfer: Transfer = result.job.token
+        entry = transfer.entry
+        now_s = time.monotonic()
+        transfer.progress_at_s = now_s
+        transfer.read_s += result.seconds
+        if result.error is not None:
+            self._read_failed(transfer, result)
+            self._settle(now_s)
+            return
+        transfer.done_nbytes += result.job.nbytes
+        self._buffer.counters["read_bytes"] += result.job.nbytes
+        self._buffer.counters["reads"] += 1
+        self._buffer.counters["read_us"] += round(result.seconds * 1e6)
+        if self._transfers.get(entry.key) is not transfer:  # given up meanwhile
+            self._unpin_if_idle(transfer)
+        elif transfer.done_nbytes == entry.nbytes and transfer.offer is not None:
+            self._send(ReadDone(entry.key, transfer.offer.generation))
+
+    def _read_failed(self, transfer: Transfer, result: ReadResult) -> None:
+        logger.warning("%s", result.error)
+        self._buffer.counters["read_failed"] += 1
+        if result.may_write_later:
+            # never unpinned: the engine may still write into this region until this process ends
+            self.quarantined_bytes += transfer.entry.nbytes
+            self._buffer.pin(transfer.entry)
+        transfer.done_nbytes += result.job.nbytes
+        if self._transfers.get(transfer.entry.key) is transfer:
+            if transfer.offer is not None:
+                self._send(ReadFailed(transfer.entry.key, transfer.offer.generation))
+            self._give_up(transfer.entry.key, FAILED)
+        else:
+            self._unpin_if_idle(transfer)
+
+    def _confirmed(self, message: Confirmed) -> None:
+        transfer = self._transfers.get(message.key)
+        if transfer is None or transfer.offer is None or transfer.offer.generation != message.generation:
+            return
+        if not message.valid or transfer.done_nbytes != transfer.entry.nbytes:
+            self._give_up(message.key, FAILED)
+            return
+        del self._transfers[message.key]
+        transfer.entry.state = HELD
+        self._buffer.unpin(transfer.entry)
+        self._buffer.counters["received"] += 1
+
+    def _give_up(self, key: bytes, reason: str) -> None:
+        """End a transfer; its bytes are freed when no read of it is under way any more."""
+        transfer = self._transfers.pop(key, None)
+        self._close_key(key, reason)
+        if transfer is None:
+            return
+        self._buffer.remove(transfer.entry, LOST)
+        self._buffer.take_dropped()
+        self._unpin_if_idle(transfer)
+
+    def _unpin_if_idle(self, transfer: Transfer) -> None:
+        if transfer.done_nbytes == transfer.asked_nbytes:
+            self._buffer.unpin(transfer.entry)
+
+    def _cancel_all(self) -> None:
+        for job in self._cancel():
+            transfer: Transfer = job.token
+            transfer.done_nbytes += job.nbytes
+            if self._transfers.get(transfer.entry.key) is not transfer:
+                self._unpin_if_idle(transfer)
+        for key in list(self._transfers):
+            self._give_up(key, NO_PEER)
+
+    def _tell_dropped(self) -> None:
+        dropped = self._buffer.take_dropped()
+        for start in range(0, len(dropped), MAX_KEYS):
+            self._send(Dropped(dropped[start : start + MAX_KEYS]))

@@ -1,0 +1,133 @@
+"""The content-addressed lookup buffer: entries by key, their states, and what leaves when space is needed.
+
+One agent owns one; it has no sockets, no threads and no clock of its own. An entry's life::
+
+    producer   RESERVED ──commit──► READY ──read by the peer──► HELD (the peer has it too; still here until evicted)
+    consumer   RESERVED ──first bytes ready──► TRANSFERRING ──read and confirmed──► HELD
+
+and from every state out of the buffer: EVICTED (least recent use, for space), EXPIRED (age), LOST (peer's epoch ended,
+read failed, aborted). Each way out is counted. A look-up removes nothing. A pinned entry (being written, read or
+scattered) is never evicted; its bytes are freed when the last pin goes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import Iterator
+
+from mooncake_v0.transfer.pool import Allocator
+
+RESERVED = "reserved"
+TRANSFERRING = "transferring"
+READY = "ready"
+HELD = "held"
+
+EVICTED = "evicted"
+EXPIRED = "expired"
+LOST = "lost"
+
+TOO_LARGE = "too_large"
+FULL = "full"
+
+
+@dataclass
+class Entry:
+    """One key's bytes in the pool. generation tells a reader whether the region was reused under the same key."""
+
+    key: bytes
+    nbytes: int
+    offset: int
+    state: str
+    generation: int
+    used_at_s: float
+    ready_nbytes: int = 0
+    pins: int = 0
+    doomed: bool = field(default=False, repr=False)
+
+
+class LookupBuffer:
+    """Entries in a pool of limit_bytes; a hard limit, counted on what is stored."""
+
+    def __init__(self, limit_bytes: int, *, ttl_s: float) -> None:
+        self.allocator = Allocator(limit_bytes)
+        self.ttl_s = ttl_s
+        self.counters: Counter[str] = Counter()
+        self.dropped: list[bytes] = []  # keys that left since take_dropped(); a consumer tells its peer
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+        self._generation = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    @property
+    def used_bytes(self) -> int:
+        return self.allocator.used_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        return self.allocator.limit_bytes
+
+    def get(self, key: bytes) -> Entry | None:
+        return self._entries.get(key)
+
+    def touch(self, entry: Entry, now_s: float) -> None:
+        entry.used_at_s = now_s
+        self._entries.move_to_end(entry.key)
+
+    def insert(self, key: bytes, nbytes: int, now_s: float) -> Entry | str:
+        """A new RESERVED and pinned entry, or the reason why there is no space for it: TOO_LARGE or FULL."""
+        if self.allocator.rounded(nbytes) > self.limit_bytes:
+            self.counters["refused_too_large"] += 1
+            return TOO_LARGE
+        offset = self.allocator.allocate(nbytes)
+        while offset is None:
+            if not self._evict_one():
+                self.counters["refused_full"] += 1
+                return FULL
+            offset = self.allocator.allocate(nbytes)
+        self._generation += 1
+        entry = Entry(key, nbytes, offset, RESERVED, self._generation, now_s, pins=1)
+        self._entries[key] = entry
+        return entry
+
+    def pin(self, entry: Entry) -> None:
+        entry.pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        entry.pins -= 1
+        if entry.doomed and not entry.pins:
+            self.allocator.free(entry.offset)
+
+    def remove(self, entry: Entry, why: str) -> None:
+        """Take an entry out; its bytes are freed now, or with its last pin. why: EVICTED, EXPIRED or LOST."""
+        if self._entries.get(entry.key) is not entry:
+            return
+        del self._entries[entry.key]
+        self.counters[why] += 1
+        self.dropped.append(entry.key)
+        entry.doomed = True
+        if not entry.pins:
+            self.allocator.free(entry.offset)
+
+    def expire(self, now_s: float) -> None:
+        """Remove what has not been used for ttl_s."""
+        for entry in list(self._entries.values()):
+            if entry.used_at_s + self.ttl_s > now_s:
+                break
+            if not entry.pins:
+                self.remove(entry, EXPIRED)
+
+    def take_dropped(self) -> list[bytes]:
+        dropped, self.dropped = self.dropped, []
+        return dropped
+
+    def _evict_one(self) -> bool:
+        for entry in self._entries.values():
+            if not entry.pins:
+                self.remove(entry, EVICTED)
+                return True
+        return False

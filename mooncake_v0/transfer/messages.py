@@ -1,0 +1,256 @@
+"""Everything that is said between two agents, and between an agent and its worker, as frozen data.
+
+msgpack with a schema: `decode_peer` and `decode_worker` raise ProtocolError for anything else. Between agents::
+
+    decode → prefill   Hello                            prefill → decode   Welcome | Refused
+    both               Ping                             (answered by Pong; silence means the peer is down)
+    prefill → decode   Announce(key, nbytes)            before the forward pass that computes the entry
+    prefill → decode   Ready(key, …, ready_nbytes)      that many leading bytes may be read; repeated as it grows
+    prefill → decode   Withdrawn(key)                   the entry will not come
+    decode → prefill   ReadDone(key, generation)        all bytes are here
+    prefill → decode   Confirmed(key, generation, valid)    the region was not reused meanwhile: the bytes are good
+    decode → prefill   ReadFailed(key, generation)
+    decode → prefill   Dropped(keys)                    no longer held
+    decode → prefill   Query(key)                       answered by Ready, Announce or Absent
+    anyone → any       StatusRequest                    answered by Status
+
+Between worker and agent, over an inherited socket pair: Reserve → Reserved, Commit, Abort, Select → Selected, Release.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import msgspec
+
+from mooncake_v0.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+KEY_BYTES = 16
+MAX_MESSAGE_BYTES = 256 * 1024
+MAX_KEYS = 4096
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the class name is the tag on the wire."""
+
+
+class Hello(Message, frozen=True):
+    """What two agents must agree on before the first entry moves."""
+
+    version: int
+    role: str
+    rank: int
+    tp_size: int
+    epoch: str
+    segment_name: str
+    config_digest: str
+    fingerprint: dict[str, str]
+
+
+class Welcome(Hello, frozen=True):
+    """The prefill side's own Hello; sent when nothing disagrees."""
+
+
+class Refused(Message, frozen=True):
+    """The named field differs; transfer stays off until one side is put right."""
+
+    field: str
+    ours: str
+    theirs: str
+
+
+class Ping(Message, frozen=True):
+    epoch: str
+
+
+class Pong(Message, frozen=True):
+    epoch: str
+
+
+class Announce(Message, frozen=True):
+    key: bytes
+    nbytes: int
+
+
+class Ready(Message, frozen=True):
+    key: bytes
+    generation: int
+    address: int
+    nbytes: int
+    ready_nbytes: int
+    checksum: int = 0
+
+
+class Withdrawn(Message, frozen=True):
+    key: bytes
+
+
+class ReadDone(Message, frozen=True):
+    key: bytes
+    generation: int
+
+
+class ReadFailed(Message, frozen=True):
+    key: bytes
+    generation: int
+
+
+class Confirmed(Message, frozen=True):
+    key: bytes
+    generation: int
+    valid: bool
+
+
+class Dropped(Message, frozen=True):
+    keys: list[bytes]
+
+
+class Query(Message, frozen=True):
+    key: bytes
+
+
+class Absent(Message, frozen=True):
+    key: bytes
+
+
+class StatusRequest(Message, frozen=True):
+    pass
+
+
+class Status(Message, frozen=True):
+    """One agent's state, for `mooncake-v0 status`, the demo and the tests."""
+
+    role: str
+    rank: int
+    epoch: str
+    engine: str
+    peer: str
+    peer_epoch: str
+    buffer_bytes: int
+    buffer_limit_bytes: int
+    entries: int
+    counters: dict[str, float]
+
+
+# --- worker and agent -------------------------------------------------------------------------------------------------
+
+
+class Reserve(Message, frozen=True):
+    """Producer: space for entries that the coming forward pass computes."""
+
+    call: int
+    keys: list[bytes]
+    nbytes: list[int]
+
+
+class Reserved(Message, frozen=True):
+    """Per key the offset in the pool, or -1 with the reason."""
+
+    call: int
+    offsets: list[int]
+    reasons: list[str]
+
+
+class Commit(Message, frozen=True):
+    """Producer: the leading ready_nbytes of these entries are in the pool."""
+
+    keys: list[bytes]
+    ready_nbytes: list[int]
+
+
+class Abort(Message, frozen=True):
+    """Producer: these reserved entries will not be completed."""
+
+    keys: list[bytes]
+
+
+class Select(Message, frozen=True):
+    """Consumer: pin these entries; wait up to wait_s for those in flight."""
+
+    call: int
+    keys: list[bytes]
+    wait_s: float
+
+
+class Selected(Message, frozen=True):
+    """Per key the offset in the pool and its size, or -1 with the reason."""
+
+    call: int
+    offsets: list[int]
+    nbytes: list[int]
+    reasons: list[str]
+
+
+class Release(Message, frozen=True):
+    """Consumer: done with pinned entries. counters: what the worker counted since the last message."""
+
+    keys: list[bytes]
+    counters: dict[str, float] = {}
+
+
+class WorkerStatusRequest(Message, frozen=True):
+    call: int
+
+
+class WorkerStatus(Message, frozen=True):
+    call: int
+    status: Status
+
+
+PeerMessage = Union[
+    Hello,
+    Welcome,
+    Refused,
+    Ping,
+    Pong,
+    Announce,
+    Ready,
+    Withdrawn,
+    ReadDone,
+    ReadFailed,
+    Confirmed,
+    Dropped,
+    Query,
+    Absent,
+    StatusRequest,
+    Status,
+]
+WorkerMessage = Union[Reserve, Reserved, Commit, Abort, Select, Selected, Release, WorkerStatusRequest, WorkerStatus]
+
+_encoder = msgspec.msgpack.Encoder()
+_peer_decoder = msgspec.msgpack.Decoder(PeerMessage)
+_worker_decoder = msgspec.msgpack.Decoder(WorkerMessage)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_peer(data: bytes) -> PeerMessage:
+    """Decode a message of another agent; bounded before anything is allocated for it."""
+    message: PeerMessage = _decode(_peer_decoder, data)
+    key = getattr(message, "key", None)
+    if key is not None and len(key) != KEY_BYTES:
+        raise ProtocolError(f"a key has {len(key)} bytes, expected {KEY_BYTES}")
+    if isinstance(message, Dropped) and len(message.keys) > MAX_KEYS:
+        raise ProtocolError(f"a message names {len(message.keys)} keys, the limit is {MAX_KEYS}")
+    if isinstance(message, (Announce, Ready)) and not 0 < message.nbytes < 1 << 48:
+        raise ProtocolError(f"an entry of {message.nbytes} bytes is announced")
+    if isinstance(message, Ready) and not 0 <= message.ready_nbytes <= message.nbytes:
+        raise ProtocolError(f"{message.ready_nbytes} of {message.nbytes} bytes are said to be ready")
+    return message
+
+
+def decode_worker(data: bytes) -> WorkerMessage:
+    message: WorkerMessage = _decode(_worker_decoder, data)
+    return message
+
+
+def _decode(decoder: Any, data: bytes) -> Any:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message has {len(data)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error

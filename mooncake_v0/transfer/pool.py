@@ -1,0 +1,130 @@
+"""The shared pool: one memfd mapped by a worker and its agent, and the allocator of its bytes.
+
+The worker creates it and hands the descriptor to each agent that it starts, so that the memory, its page locks and the
+worker's views survive a restart of the agent. A memfd is not bounded by a container's 64 MiB /dev/shm and vanishes with
+the last process that holds it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import mmap
+import os
+
+from mooncake_v0.errors import TransferError
+
+ALIGNMENT_BYTES = 4096
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.9 has no name for it
+
+
+class Pool:
+    """A mapping of the shared pool; `address` is valid in this process only."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.map = mmap.mmap(fd, nbytes)
+        self._anchor = (ctypes.c_char * nbytes).from_buffer(self.map)
+        self.address = ctypes.addressof(self._anchor)
+
+    @classmethod
+    def create(cls, nbytes: int) -> Pool:
+        """Make a new pool; nbytes is rounded up to whole pages. Its memory is not touched yet."""
+        nbytes = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        check_memory(nbytes)
+        fd = os.memfd_create("mooncake-v0-pool", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        return cls(fd, nbytes)
+
+    def allocate_pages(self) -> None:
+        """Have the kernel allocate every page now: the first touch of a page costs more than copying into it."""
+        try:
+            os.posix_fallocate(self.fd, 0, self.nbytes)
+        except OSError as error:
+            raise TransferError(
+                f"cannot allocate the pool of {self.nbytes} bytes: {error.strerror}",
+                fix="lower kv_buffer_size or give the host or container more memory",
+            ) from error
+
+    def map_pages(self) -> None:
+        """Fill this process's page table for the pool, where the kernel can do it in one call."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), _MADV_POPULATE_WRITE)
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping itself lives as long as views of it do."""
+        os.close(self.fd)
+
+
+def check_memory(nbytes: int) -> None:
+    """Refuse a pool that cannot fit, before the kernel's out-of-memory killer does it in its own way."""
+    with open("/proc/meminfo") as meminfo:
+        rows = dict(line.split(":", 1) for line in meminfo)
+    available = int(rows["MemAvailable"].split()[0]) * 1024
+    if nbytes > available:
+        raise TransferError(
+            f"kv_buffer_size {nbytes} bytes does not fit: this host has {available} bytes of memory available",
+            fix="lower kv_buffer_size in --kv-transfer-config",
+        )
+
+
+class Allocator:
+    """Best fit over free extents, neighbours merged; every operation is logarithmic in the number of extents.
+
+    `limit_bytes` is hard: no two allocations together exceed it. Offsets and sizes are page-aligned, so that views of
+    any dtype are aligned and a peer's read never shares a page with another entry.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.used_bytes = 0
+        self._by_size: list[tuple[int, int]] = []  # (size, offset), sorted
+        self._end_of: dict[int, int] = {}  # free extent: offset -> end
+        self._start_of: dict[int, int] = {}  # free extent: end -> offset
+        self._sizes: dict[int, int] = {}  # allocation: offset -> size
+        if self.limit_bytes:
+            self._add_free(0, self.limit_bytes)
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Offset of a free extent of nbytes, or None when no extent is large enough."""
+        size = self.rounded(nbytes)
+        at = bisect.bisect_left(self._by_size, (size, -1))
+        if at == len(self._by_size):
+            return None
+        extent_size, offset = self._by_size[at]
+        self._remove_free(offset, offset + extent_size)
+        if extent_size > size:
+            self._add_free(offset + size, offset + extent_size)
+        self._sizes[offset] = size
+        self.used_bytes += size
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Return an allocation; merges with free neighbours."""
+        size = self._sizes.pop(offset)
+        self.used_bytes -= size
+        start, end = offset, offset + size
+        if start in self._start_of:
+            before = self._start_of[start]
+            self._remove_free(before, start)
+            start = before
+        if end in self._end_of:
+            after = self._end_of[end]
+            self._remove_free(end, after)
+            end = after
+        self._add_free(start, end)
+
+    def _add_free(self, start: int, end: int) -> None:
+        bisect.insort(self._by_size, (end - start, start))
+        self._end_of[start] = end
+        self._start_of[end] = start
+
+    def _remove_free(self, start: int, end: int) -> None:
+        del self._by_size[bisect.bisect_left(self._by_size, (end - start, start))]
+        del self._end_of[start]
+        del self._start_of[end]

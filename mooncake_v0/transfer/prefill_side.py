@@ -1,0 +1,185 @@
+"""Prefill's half of an agent: reserves entries for its worker, offers them to the peer, answers its questions.
+
+An entry is announced before the forward pass that computes it, so the peer knows of it before the prefill's answer can
+reach the proxy. It stays in the buffer after the peer has read it, evictable, for a peer that lost its copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Callable
+
+from mooncake_v0.transfer.lookup_buffer import HELD, LOST, READY, RESERVED, Entry, LookupBuffer
+from mooncake_v0.transfer.messages import (
+    Abort,
+    Absent,
+    Announce,
+    Commit,
+    Confirmed,
+    Dropped,
+    Message,
+    PeerMessage,
+    Query,
+    ReadDone,
+    ReadFailed,
+    Ready,
+    Reserve,
+    Reserved,
+    Withdrawn,
+)
+from mooncake_v0.transfer.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+READ_PIN_S = 30.0  # an entry offered to the peer is kept at least this long for it
+RESERVATION_S = 120.0  # a forward pass that takes longer has died
+
+HELD_BY_PEER = "held"  # reasons in Reserved: nothing to gather, for good reasons
+EXISTS = "exists"
+NO_PEER = "no_peer"
+
+
+class PrefillSide:
+    """send: to the peer, dropped when there is none."""
+
+    def __init__(self, buffer: LookupBuffer, peer: Peer, pool_address: int, send: Callable[[Message], None]) -> None:
+        self._buffer = buffer
+        self._peer = peer
+        self._pool_address = pool_address
+        self._send = send
+        self._held_by_peer: set[bytes] = set()
+        self._reading: dict[bytes, tuple[Entry, float]] = {}  # offered to the peer: pinned until, monotonic seconds
+
+    def on_worker(self, message: object, reply: Callable[[Message], None]) -> None:
+        if isinstance(message, Reserve):
+            results = [self._reserve(key, nbytes) for key, nbytes in zip(message.keys, message.nbytes)]
+            reply(Reserved(message.call, [offset for offset, _ in results], [reason for _, reason in results]))
+        elif isinstance(message, Commit):
+            for key, ready_nbytes in zip(message.keys, message.ready_nbytes):
+                self._commit(key, ready_nbytes)
+        elif isinstance(message, Abort):
+            for key in message.keys:
+                self._abort(key)
+
+    def on_peer(self, message: PeerMessage) -> None:
+        if isinstance(message, ReadDone):
+            self._read_done(message)
+        elif isinstance(message, ReadFailed):
+            self._buffer.counters["peer_read_failed"] += 1
+            self._unpin(message.key)
+        elif isinstance(message, Dropped):
+            self._held_by_peer.difference_update(message.keys)
+        elif isinstance(message, Query):
+            self._answer(message.key)
+
+    def on_peer_up(self) -> None:
+        self._held_by_peer.clear()
+
+    def on_peer_down(self) -> None:
+        self._held_by_peer.clear()
+        for key in list(self._reading):
+            self._unpin(key)
+
+    def tick(self, now_s: float) -> None:
+        for key, (_, until_s) in list(self._reading.items()):
+            if now_s > until_s:
+                self._unpin(key)
+        for entry in self._buffer:
+            if entry.state == RESERVED and now_s - entry.used_at_s > RESERVATION_S:
+                self._drop_reservation(entry)
+        self._buffer.expire(now_s)
+        self._tell_dropped()
+
+    def _reserve(self, key: bytes, nbytes: int) -> tuple[int, str]:
+        now_s = time.monotonic()
+        if not self._peer.up:
+            return -1, NO_PEER
+        if key in self._held_by_peer:
+            self._buffer.counters["skipped_held"] += 1
+            return -1, HELD_BY_PEER
+        entry = self._buffer.get(key)
+        if entry is not None:
+            self._buffer.touch(entry, now_s)
+            self._answer(key)
+            self._buffer.counters["skipped_exists"] += 1
+            return -1, EXISTS
+        made = self._buffer.insert(key, nbytes, now_s)
+        self._tell_dropped()
+        if isinstance(made, str):
+            if made == "too_large":
+                logger.warning(
+                    "a prompt's KV has %d bytes and kv_buffer_size is %d bytes: it is computed twice; raise kv_buffer_size",
+                    nbytes,
+                    self._buffer.limit_bytes,
+                )
+            return -1, made
+        self._send(Announce(key, nbytes))
+        return made.offset, ""
+
+    def _commit(self, key: bytes, ready_nbytes: int) -> None:
+        entry = self._buffer.get(key)
+        if entry is None or entry.state != RESERVED:
+            return
+        entry.ready_nbytes = ready_nbytes
+        if ready_nbytes == entry.nbytes:
+            entry.state = READY
+            self._buffer.unpin(entry)
+            self._buffer.touch(entry, time.monotonic())
+            self._buffer.counters["stored"] += 1
+            self._buffer.counters["stored_bytes"] += entry.nbytes
+        self._offer(entry)
+
+    def _offer(self, entry: Entry) -> None:
+        if not self._peer.up:
+            return
+        if entry.key not in self._reading:
+            self._buffer.pin(entry)
+        self._reading[entry.key] = (entry, time.monotonic() + READ_PIN_S)
+        address = self._pool_address + entry.offset
+        self._send(Ready(entry.key, entry.generation, address, entry.nbytes, entry.ready_nbytes))
+
+    def _answer(self, key: bytes) -> None:
+        entry = self._buffer.get(key)
+        if entry is None:
+            self._send(Absent(key))
+        elif entry.ready_nbytes:
+            self._offer(entry)
+        else:
+            self._send(Announce(key, entry.nbytes))
+
+    def _read_done(self, message: ReadDone) -> None:
+        entry = self._buffer.get(message.key)
+        valid = entry is not None and entry.generation == message.generation and entry.state in (READY, HELD)
+        if valid and entry is not None:
+            entry.state = HELD
+            self._held_by_peer.add(message.key)
+            self._buffer.counters["delivered"] += 1
+        self._unpin(message.key)
+        self._send(Confirmed(message.key, message.generation, valid))
+
+    def _unpin(self, key: bytes) -> None:
+        pinned = self._reading.pop(key, None)
+        if pinned is not None:
+            self._buffer.unpin(pinned[0])
+
+    def _abort(self, key: bytes) -> None:
+        entry = self._buffer.get(key)
+        if entry is not None and entry.state == RESERVED:
+            self._drop_reservation(entry)
+            self._tell_dropped()
+
+    def _drop_reservation(self, entry: Entry) -> None:
+        self._buffer.remove(entry, LOST)
+        self._buffer.unpin(entry)
+
+    def _tell_dropped(self) -> None:
+        for key in self._buffer.take_dropped():
+            self._unpin(key)
+            if key not in self._held_by_peer:
+                self._send(Withdrawn(key))
+
+
+def is_refusal(reason: str) -> bool:
+    """Whether a reason in Reserved means that the peer will not have the entry."""
+    return reason not in ("", HELD_BY_PEER, EXISTS)
