@@ -14,10 +14,24 @@ from dataclasses import dataclass
 
 from mooncake_v0.config.model import Endpoint
 
-METADATA_SCHEMES = ("etcd", "etcds", "http", "https", "redis", "rediss")
-# what `metadata_backend` may say (upstream's table); TLS variants exist only as URL schemes
+# what `metadata_backend` may say (upstream's table)
 METADATA_BACKENDS = ("etcd", "redis", "http")
-DEFAULT_PORTS = {"etcd": 2379, "etcds": 2379, "http": 80, "https": 443, "redis": 6379, "rediss": 6379}
+# scheme -> the backend that it is a form of; all but plain etcd and http go through a gateway of ours
+METADATA_SCHEMES = {
+    "etcd": "etcd",
+    "etcds": "etcd",
+    "http": "http",
+    "https": "http",
+    "redis": "redis",
+    "rediss": "redis",
+    "redis+sentinel": "redis",
+    "rediss+sentinel": "redis",
+    "redis+cluster": "redis",
+    "rediss+cluster": "redis",
+}
+LIST_SCHEMES = tuple(scheme for scheme in METADATA_SCHEMES if scheme.startswith("etcd") or "+" in scheme)
+# options after "?" that the gateway's store takes (mooncake_v0/metadata/store_url.py); the engine's own URLs take none
+STORE_OPTIONS = ("ca", "cert", "key", "password_file")
 
 HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?", re.ASCII)
 ENDPOINT = re.compile(r"(?P<host>[^:\s/\[\]@,]+):(?P<port>[0-9]{1,5})", re.ASCII)
@@ -72,7 +86,28 @@ class MetadataAddress:
 
     @property
     def port(self) -> int:
-        return self.hosts[0][1] or DEFAULT_PORTS[self.scheme]
+        return self.hosts[0][1] or usual_port(self.scheme)
+
+    @property
+    def kind(self) -> str:
+        """etcd, http or redis."""
+        return METADATA_SCHEMES[self.scheme]
+
+    @property
+    def needs_gateway(self) -> bool:
+        """Whether engine 0.3.3.post2 cannot use this URL by itself: it has plain etcd (one server) and http."""
+        return self.scheme not in ("etcd", "http") or (
+            self.scheme == "etcd" and (len(self.hosts) > 1 or bool(self.user_info))
+        )
+
+
+def usual_port(scheme: str) -> int:
+    """The port that a metadata server of this scheme has by default."""
+    if scheme == "https":
+        return 443
+    return (
+        26379 if scheme.endswith("+sentinel") else {"etcd": 2379, "http": 80, "redis": 6379}[METADATA_SCHEMES[scheme]]
+    )
 
 
 def split_scheme(text: str) -> tuple[str | None, str]:
@@ -91,7 +126,7 @@ def split_host_port(text: str) -> tuple[str, str | None]:
     """('h', '1') for 'h:1', ('::1', '1') for '[::1]:1', ('h', None) without a port; the port as written."""
     if text.startswith("["):
         host, _, tail = text[1:].partition("]")
-        return host, tail[1:] if tail.startswith(":") else (None if not tail else tail)
+        return host, tail[1:] if tail.startswith(":") else (tail or None)
     host, colon, port = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
     return host, port if colon else None
 
@@ -112,13 +147,14 @@ def parse_metadata(text: str, backend: str | None = None) -> MetadataAddress | N
         host, port = split_host_port(item)
         if port is not None and not (port.isdecimal() and port.isascii() and 1 <= int(port[:6]) <= 65535):
             return None
-        if not (is_host(host) or _is_ipv6(host)):
+        if not (is_host(host) or is_ipv6(host)):
             return None
         hosts.append((host, int(port) if port is not None else None))
     return MetadataAddress(scheme, user_info, tuple(hosts), slash + path, query, f"{scheme}://{rest}")
 
 
-def _is_ipv6(host: str) -> bool:
+def is_ipv6(host: str) -> bool:
+    """Whether this is an IPv6 address without brackets; a zone (%eth0) may follow."""
     if ":" not in host:
         return False
     import ipaddress  # 3 ms that only an IPv6 address has to pay

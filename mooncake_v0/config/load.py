@@ -1,60 +1,28 @@
-"""From a path to a `MooncakeConfig`. The vLLM plugin calls `load_config` at start."""
+"""From a path to a `MooncakeConfig`. The vLLM plugin calls `load_config` at start; it needs neither torch nor vLLM."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-from mooncake_v0.config.addresses import parse_endpoint, parse_metadata
-from mooncake_v0.config.model import Endpoint, MooncakeConfig, final_endpoints
-from mooncake_v0.errors import ERROR, ConfigError, CouldNotCheckError, Diagnostic
+from mooncake_v0.config.check import check_bytes, read_bytes
+from mooncake_v0.config.model import MooncakeConfig
+from mooncake_v0.config.rules import CheckOptions
+from mooncake_v0.errors import ERROR, ConfigError
 
 
-def load_config(path: str | Path) -> MooncakeConfig:
-    """The checked configuration in the file.
+def load_config(path: str | Path, *, tensor_parallel_size: int | None = None) -> MooncakeConfig:
+    """The checked configuration in the file. Warnings do not keep a file from loading.
 
+    tensor_parallel_size: ranks of each side, 1..16; without it the ports of every size must fit.
     Raises CouldNotCheckError if the file cannot be read, ConfigError (with its diagnostics) if it is not valid.
     """
-    try:
-        raw = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise CouldNotCheckError(f"{path}: {error.strerror}", fix="name a readable mooncake.json") from error
-    except ValueError as error:
-        raise _invalid(path, "$", str(error)) from error
-    if not isinstance(raw, dict):
-        raise _invalid(path, "$", "not a JSON object")
-    prefill, decode = final_endpoints(_endpoint(path, raw, "prefill_url"), _endpoint(path, raw, "decode_url"))
-    server, backend = _text(path, raw, "metadata_server"), raw.get("metadata_backend")
-    metadata = parse_metadata(server, backend if isinstance(backend, str) else None)
-    if metadata is None:
-        raise _invalid(path, "$.metadata_server", f"not a metadata address: {server!r}")
-    protocol = str(raw.get("protocol", "tcp")).lower()
-    devices = tuple(part.strip() for part in str(raw.get("device_name", "")).split(",") if part.strip())
-    if protocol == "rdma":
-        if not devices:
-            raise _invalid(path, "$.device_name", "protocol rdma needs a device_name")
-        return MooncakeConfig(prefill, decode, metadata.url, "rdma", devices)
-    if protocol != "tcp":
-        raise _invalid(path, "$.protocol", f"neither tcp nor rdma: {protocol!r}")
-    return MooncakeConfig(prefill, decode, metadata.url, "tcp")
-
-
-def _endpoint(path: str | Path, raw: dict[str, Any], field: str) -> Endpoint:
-    text = _text(path, raw, field)
-    endpoint = parse_endpoint(text)
-    if endpoint is None:
-        raise _invalid(path, f"$.{field}", f"not HOST:PORT: {text!r}")
-    return endpoint
-
-
-def _text(path: str | Path, raw: dict[str, Any], field: str) -> str:
-    value = raw.get(field)
-    if not isinstance(value, str):
-        raise _invalid(path, f"$.{field}", f"a string is required, got {value!r}")
-    return value
-
-
-def _invalid(path: str | Path, where: str, what: str) -> ConfigError:
-    fix = f"run `mooncake-v0 validate {path}`"
-    return ConfigError(f"{path}: {where}: {what}", fix=fix, diagnostics=[Diagnostic("invalid", ERROR, where, what, fix)])
+    checked = check_bytes(read_bytes(path), CheckOptions(tensor_parallel_size=tensor_parallel_size))
+    if checked.config is not None:
+        return checked.config
+    errors = [item for item in checked.diagnostics if item.severity == ERROR]
+    lines = [f"{path}:{item.line or 1}: {item.where}: {item.what}; {item.fix} [{item.rule}]" for item in errors]
+    raise ConfigError(
+        "\n  ".join([f"{path} is not valid:", *lines]),
+        fix=f"run `mooncake-v0 validate {path}` until it is",
+        diagnostics=checked.diagnostics,
+    )

@@ -1,0 +1,443 @@
+"""Rules about metadata_server and metadata_backend.
+
+What engine 0.3.3.post2 makes of a wrong one, measured: an unknown or upper-case scheme, and redis, end the whole
+process with SIGABRT; http without its path, and a list of etcd hosts, fail after up to five seconds with no reason.
+What only the engine cannot use (redis, etcd clusters, passwords, TLS) is valid in this file: the plugin starts a
+private http gateway for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Iterator
+
+from mooncake_v0.config.addresses import (
+    IPV4,
+    LIST_SCHEMES,
+    METADATA_BACKENDS,
+    METADATA_SCHEMES,
+    STORE_OPTIONS,
+    effective_scheme,
+    is_host,
+    is_ipv6,
+    is_loopback,
+    same_host,
+    split_host_port,
+    split_scheme,
+    usual_port,
+)
+from mooncake_v0.config.rules.registry import Edit, Finding, Subject, rule
+from mooncake_v0.config.source import quote, shorten
+from mooncake_v0.errors import ERROR, INFO, WARNING
+
+WHERE = ("metadata_server",)
+BACKEND = ("metadata_backend",)
+EXAMPLE = '"etcd://192.168.0.139:2379"'
+
+
+def server(subject: Subject) -> str:
+    """The text without surrounding blanks; '' if there is none, which `missing-field` or `metadata-empty` reports."""
+    return (subject.text("metadata_server") or "").strip()
+
+
+def hosts(subject: Subject) -> Iterator[tuple[str, str | None]]:
+    """Host and port as written, one pair for each server in the list."""
+    _, rest = split_scheme(server(subject))
+    authority = re.split(r"[/?#]", rest)[0]
+    for item in authority.rpartition("@")[2].split(","):
+        yield split_host_port(item)
+
+
+def scheme(subject: Subject) -> str:
+    """The scheme that counts, in lower case; etcd in place of an unknown one, which has been reported."""
+    found = effective_scheme(server(subject), subject.text("metadata_backend"))
+    return found if found in METADATA_SCHEMES else "etcd"
+
+
+@rule(ERROR, syntax=True)
+def metadata_backend_unknown(subject: Subject) -> Iterator[Finding]:
+    """metadata_backend is none of etcd, redis and http.
+
+    It may be left out; the scheme of metadata_server then counts.
+    """
+    backend = subject.text("metadata_backend")
+    if backend is not None and backend.strip().lower() not in METADATA_BACKENDS:
+        near = difflib.get_close_matches(backend.strip().lower(), METADATA_BACKENDS, n=1)
+        fix = (
+            f"write {quote(near[0])}"
+            if near
+            else "write etcd, redis or http, or remove the line and put a scheme before metadata_server"
+        )
+        yield Finding(BACKEND, f"unknown metadata_backend {shorten(backend)!r}", fix)
+
+
+@rule(WARNING, syntax=True)
+def metadata_backend_case(subject: Subject) -> Iterator[Finding]:
+    """metadata_backend has capitals or blanks. It is read as meant here; the engine alone would abort on it."""
+    backend = subject.text("metadata_backend")
+    if backend is not None and backend not in METADATA_BACKENDS and backend.strip().lower() in METADATA_BACKENDS:
+        plain = backend.strip().lower()
+        yield Finding(
+            BACKEND, f"metadata_backend {backend!r} is not in lower case", f"write {quote(plain)}", Edit(BACKEND, plain)
+        )
+
+
+@rule(ERROR, syntax=True)
+def metadata_empty(subject: Subject) -> Iterator[Finding]:
+    """metadata_server is an empty text. V0 has no peer-to-peer mode; both sides meet at a metadata server."""
+    if subject.text("metadata_server") is not None and not server(subject):
+        yield Finding(WHERE, "metadata_server is empty", f"write its address, for example {EXAMPLE}")
+
+
+@rule(WARNING, syntax=True)
+def metadata_blanks(subject: Subject) -> Iterator[Finding]:
+    """Blanks before or after the address. They are ignored here; the engine would take them for a part of it."""
+    text = subject.text("metadata_server")
+    if text is not None and text != text.strip() and text.strip():
+        yield Finding(WHERE, f"blanks around {shorten(text.strip())!r}", "remove the blanks", Edit(WHERE, text.strip()))
+
+
+@rule(ERROR, syntax=True)
+def metadata_p2phandshake(subject: Subject) -> Iterator[Finding]:
+    """P2PHANDSHAKE is a mode of the Mooncake Store and of later connectors, without a metadata server.
+
+    The V0 pair needs one. The smallest is `mooncake-v0 metadata serve`, which needs neither etcd nor redis.
+    """
+    if server(subject).upper() == "P2PHANDSHAKE":
+        fix = 'run `mooncake-v0 metadata serve` on one host and write "http://HOST:8080/metadata"'
+        yield Finding(WHERE, "P2PHANDSHAKE is not a metadata server", fix)
+
+
+@rule(ERROR, syntax=True)
+def metadata_scheme_slashes(subject: Subject) -> Iterator[Finding]:
+    """A scheme without its "://": etcd:host, http:/host."""
+    match = re.match(r"([A-Za-z]+)(:/?|//)(?!/)", server(subject))
+    if match and match[1].lower() in METADATA_SCHEMES and "://" not in server(subject):
+        rest = server(subject)[match.end() :]
+        fixed = f"{match[1].lower()}://{rest}"
+        if not rest.isdigit():
+            yield Finding(WHERE, f"{match[0]!r} is not a scheme", f"write {quote(shorten(fixed))}")
+
+
+@rule(ERROR, syntax=True)
+def metadata_scheme_unknown(subject: Subject) -> Iterator[Finding]:
+    """The scheme is none of etcd, etcds, http, https, redis and rediss.
+
+    The engine aborts the whole vLLM process on a scheme that it does not know; Python cannot catch that.
+    """
+    written, separator, _ = server(subject).partition("://")
+    if separator and written.lower() not in METADATA_SCHEMES:
+        near = difflib.get_close_matches(written.lower(), METADATA_SCHEMES, n=1)
+        fix = f"write {near[0]}://" if near else f"use etcd://, http:// or redis://, for example {EXAMPLE}"
+        yield Finding(WHERE, f"unknown scheme {shorten(written)!r}", fix)
+
+
+@rule(WARNING, syntax=True)
+def metadata_scheme_case(subject: Subject) -> Iterator[Finding]:
+    """The scheme has capitals. It is read as meant here; the engine alone aborts the whole process on HTTP://."""
+    written, rest = split_scheme(server(subject))
+    if written is not None and written != written.lower():
+        fixed = f"{written.lower()}://{rest}"
+        yield Finding(
+            WHERE, f"scheme {written!r} is not in lower case", f"write {quote(shorten(fixed))}", Edit(WHERE, fixed)
+        )
+
+
+@rule(ERROR, syntax=True)
+def metadata_two_schemes(subject: Subject) -> Iterator[Finding]:
+    """Two schemes, as in etcd://http://host:2379. The engine takes etcd's plain host:port; TLS to etcd is etcds://."""
+    outer, rest = split_scheme(server(subject))
+    inner, inner_rest = split_scheme(rest)
+    if outer is not None and inner is not None:
+        first = outer.lower()
+        kept = "etcds" if first == "etcd" and inner.lower() == "https" else first
+        yield Finding(WHERE, f"two schemes: {outer}://{inner}://", f"write {quote(shorten(kept + '://' + inner_rest))}")
+
+
+@rule(ERROR, syntax=True)
+def metadata_host_missing(subject: Subject) -> Iterator[Finding]:
+    """A scheme or a port, but no host; or an empty place in an etcd list, as after a comma too many."""
+    if server(subject) and any(not host for host, _ in hosts(subject)):
+        yield Finding(
+            WHERE,
+            f"a host is missing in {shorten(server(subject))!r}",
+            f"write SCHEME://HOST:PORT, for example {EXAMPLE}",
+        )
+
+
+@rule(ERROR, syntax=True)
+def metadata_ipv6_brackets(subject: Subject) -> Iterator[Finding]:
+    """An IPv6 address without brackets, so that nobody can tell where the address ends and the port begins."""
+    for host, port in hosts(subject):
+        if port is None and is_ipv6(host) and f"[{host}]" not in server(subject):
+            address, _, last = host.rpartition(":")
+            yield Finding(
+                WHERE,
+                f"an IPv6 address without brackets: {host!r}",
+                f"write [{shorten(address)}]:{last} or [{shorten(host)}]:PORT",
+            )
+
+
+@rule(ERROR, syntax=True)
+def metadata_host_syntax(subject: Subject) -> Iterator[Finding]:
+    """The host is neither an IPv4 address, nor an IPv6 address in brackets, nor a host name; or blanks are in it."""
+    if re.search(r"\s", server(subject)):
+        yield Finding(
+            WHERE,
+            f"blanks inside {shorten(server(subject))!r}",
+            "remove them; an etcd list is separated by commas alone",
+        )
+        return
+    for host, _ in hosts(subject):
+        if host and not is_host(host) and not is_ipv6(host):
+            fix = "write the metadata server's IPv4 address or name"
+            yield Finding(WHERE, f"{shorten(host)!r} is not a host", fix)
+
+
+@rule(ERROR, syntax=True)
+def metadata_port_range(subject: Subject) -> Iterator[Finding]:
+    """The port is not a whole number of 1 to 65535."""
+    for _, port in hosts(subject):
+        if port is not None and not (re.fullmatch(r"[0-9]{1,5}", port) and 1 <= int(port) <= 65535):
+            usual = usual_port(scheme(subject))
+            yield Finding(
+                WHERE, f"{shorten(port)!r} is not a port", f"write a number of 1 to 65535, the usual one is {usual}"
+            )
+
+
+@rule(ERROR, syntax=True)
+def metadata_port_missing(subject: Subject) -> Iterator[Finding]:
+    """An etcd address without a port. The engine passes the text to etcd's client as it is, and that needs a port."""
+    kind = scheme(subject)
+    for host, port in hosts(subject):
+        if kind in ("etcd", "etcds") and port is None and host:
+            yield Finding(
+                WHERE, f"no port after {shorten(host)!r}", f"write {shorten(host)}:2379, if etcd has its usual port"
+            )
+
+
+@rule(ERROR, syntax=True)
+def metadata_wildcard(subject: Subject) -> Iterator[Finding]:
+    """0.0.0.0 (or [::]) as the server's address. It is what a server listens on, not where a client finds it."""
+    for host, _ in hosts(subject):
+        if IPV4.fullmatch(host) and host.startswith("0.") or host == "::":
+            yield Finding(
+                WHERE,
+                f"{host} is not an address to connect to",
+                "write the address of the machine that etcd, redis or the http server runs on",
+            )
+
+
+@rule(ERROR, syntax=True)
+def metadata_list(subject: Subject) -> Iterator[Finding]:
+    """Several servers for a kind that has no such list. Lists are for etcd, redis+sentinel and redis+cluster."""
+    kind = scheme(subject)
+    if len(list(hosts(subject))) > 1 and kind not in LIST_SCHEMES:
+        several = f", or {kind}+sentinel:// or {kind}+cluster:// for several" if kind.startswith("redis") else ""
+        yield Finding(WHERE, f"a list of servers with {kind}", f"write one server{several}")
+
+
+@rule(ERROR, syntax=True)
+def metadata_http_path(subject: Subject) -> Iterator[Finding]:
+    """An http metadata server without its path, or with a slash too many at its end.
+
+    The engine uses the URL exactly as written and adds only ?key=. The server of the engine's wheel and
+    `mooncake-v0 metadata serve` answer at /metadata; at / and /metadata/ they answer 404, and the engine fails with
+    -1 and no reason.
+    """
+    text = server(subject)
+    if text and scheme(subject) in ("http", "https"):
+        path = re.split(r"[?#]", split_scheme(text)[1])[0].partition("/")[2]
+        if not path or path.endswith("/"):
+            base = re.split(r"[?#]", text)[0].rstrip("/")
+            fixed = base if path.rstrip("/") else f"{base}/metadata"
+            etcd = " (if port 2379 is an etcd, write etcd:// instead of http://)" if ":2379" in text else ""
+            yield Finding(
+                WHERE,
+                f"{shorten(text)!r} {'ends with a slash' if path.rstrip('/') else 'has no path'}",
+                f"write {quote(shorten(fixed))}{etcd}",
+            )
+
+
+@rule(ERROR, syntax=True)
+def metadata_query(subject: Subject) -> Iterator[Finding]:
+    """A query or fragment that cannot be in this URL.
+
+    The engine appends ?key=... to an http URL, so that with a query all keys would become one wrong key. The other
+    kinds, which go through a gateway, take the options ca, cert, key and password_file: etcds://host:2379?ca=ca.pem
+    """
+    found = re.search(r"[?#]", split_scheme(server(subject))[1].rpartition("@")[2])
+    if not found:
+        return
+    query = server(subject).rpartition("@")[2].partition("?")[2]
+    if scheme(subject) in ("etcd", "http") or found[0] == "#":
+        word = "query" if found[0] == "?" else "fragment"
+        yield Finding(
+            WHERE,
+            f"the URL has a {word}: {_without_password(server(subject))!r}",
+            f"remove the {found[0]!r} and what follows",
+        )
+        return
+    unknown = [part for part in query.split("&") if part.partition("=")[0] not in STORE_OPTIONS]
+    if unknown:
+        yield Finding(
+            WHERE, f"unknown option {shorten(unknown[0])!r} in the URL", f"the options are {', '.join(STORE_OPTIONS)}"
+        )
+
+
+@rule(ERROR, syntax=True)
+def metadata_path(subject: Subject) -> Iterator[Finding]:
+    """A path where none belongs: etcd has none, redis only a database number (redis://host:6379/2).
+
+    redis+sentinel has the service's name first: redis+sentinel://host:26379/mymaster/2.
+    """
+    kind = scheme(subject)
+    path = re.split(r"[?#]", split_scheme(server(subject))[1].rpartition("@")[2])[0].partition("/")[2]
+    allowed = (
+        r"[^/]+(/[0-9]{0,3})?" if kind.endswith("+sentinel") else r"[0-9]{0,3}" if kind.startswith("redis") else r""
+    )
+    if kind not in ("http", "https") and not re.fullmatch(allowed, path):
+        fixed = re.sub(r"(?<![/:])/.*", "", server(subject))
+        fix = (
+            f"write {quote(shorten(fixed + '/mymaster'))}"
+            if kind.endswith("+sentinel")
+            else f"write {quote(shorten(fixed))}"
+        )
+        http = " (or http:// before it, if it is an http server)" if path == "metadata" else ""
+        yield Finding(WHERE, f"/{shorten(path)} is not a path of {kind}", fix + http)
+
+
+@rule(ERROR)
+def metadata_backend_mismatch(subject: Subject) -> Iterator[Finding]:
+    """The scheme of metadata_server and metadata_backend contradict each other.
+
+    Upstream takes the scheme and silently ignores metadata_backend. One of the two was forgotten in a change.
+    """
+    written, _ = split_scheme(server(subject))
+    backend = (subject.text("metadata_backend") or "").strip().lower()
+    if written is None or written.lower() not in METADATA_SCHEMES or backend not in METADATA_BACKENDS:
+        return
+    if METADATA_SCHEMES[written.lower()] != backend:
+        what = f"metadata_backend is {backend}, but metadata_server starts with {written}://"
+        fix = f"remove metadata_backend if {written}:// is right, else change the scheme"
+        yield Finding(BACKEND, what, fix, related=(WHERE,))
+
+
+@rule(ERROR)
+def metadata_loopback(subject: Subject) -> Iterator[Finding]:
+    """The metadata server is "localhost", but prefill and decode are two machines.
+
+    Each of them would look for the server on itself.
+    """
+    prefill, decode, metadata = subject.final["prefill"], subject.final["decode"], subject.metadata
+    if prefill is None or decode is None or metadata is None:
+        return
+    if any(is_loopback(host) for host, _ in metadata.hosts) and not same_host(prefill.host, decode.host):
+        what = f"{metadata.host} is another machine for each of {prefill.host} and {decode.host}"
+        related = (("prefill_url",), ("decode_url",))
+        yield Finding(WHERE, what, "write the address of the machine that the metadata server runs on", related=related)
+
+
+@rule(WARNING)
+def metadata_usual_port(subject: Subject) -> Iterator[Finding]:
+    """The port is another service's usual one: 6379 is redis, 2379 is etcd for clients, 2380 is etcd among themselves.
+
+    An address without a scheme is taken for etcd, whatever its port.
+    """
+    if subject.metadata is None:
+        return
+    kind = subject.metadata.kind
+    usual = {6379: "redis", 2379: "etcd", 2380: "etcd's port for its own cluster"}
+    for _, port in subject.metadata.hosts:
+        if port in usual and usual[port] != kind:
+            fix = "use 2379" if port == 2380 else f"write {usual[port]}:// before it, if that is what runs there"
+            yield Finding(WHERE, f"port {port} is usually {usual[port]}, used here as {kind}", fix, related=(BACKEND,))
+
+
+@rule(INFO)
+def metadata_prefix_missing(subject: Subject) -> Iterator[Finding]:
+    """metadata_server has no scheme. It is taken for what metadata_backend says, or for etcd.
+
+    Upstream announced that metadata_backend will go, so a scheme in metadata_server is the form that lasts.
+    """
+    text = server(subject)
+    if subject.metadata is not None and split_scheme(text)[0] is None:
+        fixed = subject.metadata.url
+        what = f"no scheme before {shorten(text)!r}, taken for {subject.metadata.scheme}"
+        yield Finding(WHERE, what, f"write {quote(shorten(fixed))}", Edit(WHERE, fixed))
+
+
+@rule(INFO)
+def metadata_backend_deprecated(subject: Subject) -> Iterator[Finding]:
+    """metadata_backend is the old way to name the kind of metadata server; upstream announced its end.
+
+    A scheme in metadata_server says the same. The line does no harm while both agree.
+    """
+    if (
+        subject.metadata is not None
+        and subject.text("metadata_backend") is not None
+        and split_scheme(server(subject))[0]
+    ):
+        yield Finding(BACKEND, "metadata_backend repeats the scheme of metadata_server", "remove the line")
+
+
+def _gateway_fix(subject: Subject) -> str:
+    assert subject.metadata is not None
+    command = f"mooncake-v0 metadata serve --store {quote(_without_password(subject.metadata.url))} --port 8080"
+    return (
+        f"nothing, the plugin starts one; or run one for all hosts: `{command}` "
+        'and write "metadata_server": "http://HOST:8080/metadata"'
+    )
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:PASSWORD@", shorten(url))
+
+
+@rule(INFO)
+def metadata_redis(subject: Subject) -> Iterator[Finding]:
+    """A redis metadata server. The published engine wheels have no redis plugin and abort the process on redis://.
+
+    With this package it works: the plugin starts a private http gateway in front of redis and gives the engine that.
+    One gateway for all hosts can be run instead; the finding gives the two lines.
+    """
+    if subject.metadata is not None and subject.metadata.kind == "redis":
+        yield Finding(WHERE, "the engine cannot speak redis, a gateway is put in front of it", _gateway_fix(subject))
+
+
+@rule(INFO)
+def metadata_etcd_cluster(subject: Subject) -> Iterator[Finding]:
+    """A list of etcd servers. The engine takes exactly one; a list fails in it after five seconds.
+
+    With this package it works: the plugin starts a private http gateway that talks to the whole cluster.
+    """
+    if subject.metadata is not None and subject.metadata.scheme == "etcd" and len(subject.metadata.hosts) > 1:
+        yield Finding(WHERE, "the engine takes one etcd server, a gateway talks to the cluster", _gateway_fix(subject))
+
+
+@rule(INFO)
+def metadata_credentials(subject: Subject) -> Iterator[Finding]:
+    """User and password in metadata_server. The engine cannot log in to etcd; with http it sends them as Basic auth.
+
+    With this package a private gateway logs in. The file then holds a password: keep it readable for vLLM's user only.
+    """
+    if subject.metadata is not None and subject.metadata.user_info and subject.metadata.scheme in ("etcd", "etcds"):
+        yield Finding(WHERE, "the engine cannot log in to etcd, a gateway does", _gateway_fix(subject))
+
+
+@rule(INFO)
+def metadata_tls(subject: Subject) -> Iterator[Finding]:
+    """A metadata server behind TLS: https or etcds.
+
+    The engine trusts only the system's certificate store for https (SSL_CERT_FILE and CURL_CA_BUNDLE have no effect on
+    it) and has no client certificates. With this package a private gateway makes the connection.
+    """
+    if (
+        subject.metadata is not None
+        and subject.metadata.scheme in ("https", "etcds")
+        and not subject.metadata.user_info
+    ):
+        yield Finding(
+            WHERE, f"the engine's own {subject.metadata.scheme} is limited, a gateway connects", _gateway_fix(subject)
+        )
