@@ -1,0 +1,247 @@
+"""From the words of one command to an `Invocation`: strips wrappers (env, nohup, srun, ssh, docker run, bash -c ...).
+
+Called by every reader that has an argument vector: `shell` for its commands, `compose`, `kubernetes`, `systemd` and
+`supervisord` for theirs. Commands that have nothing to do with vLLM are passed over; one that mentions it and is not
+understood is noted.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from dataclasses import dataclass, replace
+from typing import Callable, Mapping, Sequence
+
+from mooncake_v0.migrate.docker import parse_docker_run
+from mooncake_v0.migrate.records import Found, Invocation, Place, Shape
+
+WRAPPERS = frozenset(
+    "env nohup exec sudo time nice ionice stdbuf setsid numactl taskset timeout srun mpirun mpiexec chrt command conda "
+    "poetry uv tini dumb-init unbuffer xargs eval systemd-run torchrun catchsegv sg su runuser gosu".split()
+)
+SHELLS = frozenset(["bash", "sh", "dash", "zsh", "ash"])
+SERVERS = frozenset(["etcd", "redis-server", "mooncake-v0", "mooncake_master"])
+PASSED_OVER = frozenset(
+    "echo printf mkdir rm cp mv ls cat sleep kill pkill killall trap exit return export unset wait tail tee curl wget test "
+    "[ [[ true false ulimit module scp rsync git chmod chown grep sed awk which hash read shift local cd pushd popd set "
+    "kubectl helm systemctl journalctl supervisorctl docker-compose python-config nvidia-smi ibv_devinfo sbatch".split()
+)
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+
+Nested = Callable[[str, Place, "Scene"], None]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where commands run: what the format around them says; environment is a container's, for shells inside it."""
+
+    shape: Shape = Shape("shell")
+    name: str = ""
+    host: str = ""
+    directory: str = ""
+    image: str = ""
+    mounts: tuple[tuple[str, str], ...] = ()
+    ports: tuple[tuple[str, str], ...] = ()
+    service_links: bool = True
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def on_host(self, host: str) -> Scene:
+        return replace(self, host=host.rpartition("@")[2])
+
+    def in_directory(self, directory: str) -> Scene:
+        return replace(self, directory=posixpath.normpath(posixpath.join(self.directory, directory)))
+
+
+def read_command(
+    words: Sequence[str],
+    environment: Sequence[tuple[str, str]],
+    place: Place,
+    found: Found,
+    scene: Scene,
+    nested: Nested,
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Follow one command to the process it starts, and record that process.
+
+    nested reads a string as shell text (`bash -c`, `ssh`); variables are what a shell knows, for `docker run -e NAME`.
+    """
+    words = list(words)
+    note_versions(words, place, found)
+    start = _target(words)
+    if start is None:
+        if mentions_vllm(words) and basename(words[0]) not in PASSED_OVER and not _is_install(words):
+            found.note(place, " ".join(words), "mentions vLLM or Mooncake, but is no command that is understood here")
+        return
+    extra, scene = _wrapper_facts(words[:start], scene)
+    environment = [*environment, *extra]
+    target = words[start:]
+    head = basename(target[0])
+    if head == "ssh":
+        _ssh(target, place, scene, nested)
+    elif head in SHELLS:
+        _shell(target, place, scene, nested)
+    elif head in ("docker", "podman", "nerdctl"):
+        _docker(target, environment, place, found, scene, nested, variables or {})
+    elif head in ("tmux", "screen"):
+        nested(" ".join(target[-1:]), place, scene)
+    else:
+        found.invocations.append(_invocation(target, environment, place, scene))
+
+
+def _invocation(
+    argv: Sequence[str], environment: Sequence[tuple[str, str]], place: Place, scene: Scene
+) -> Invocation:
+    return Invocation(
+        argv=tuple(argv),
+        env=tuple(dict(environment).items()),
+        place=place,
+        shape=scene.shape,
+        name=scene.name,
+        host=scene.host,
+        image=scene.image,
+        mounts=scene.mounts,
+        ports=scene.ports,
+        service_links=scene.service_links,
+    )
+
+
+def basename(word: str) -> str:
+    return posixpath.basename(word)
+
+
+def mentions_vllm(words: Sequence[str]) -> bool:
+    return any("vllm" in word or "kv-transfer-config" in word or "mooncake" in word.lower() for word in words)
+
+
+def _is_install(words: Sequence[str]) -> bool:
+    return "install" in words or "uninstall" in words or "download" in words
+
+
+def _target(words: Sequence[str]) -> int | None:
+    """Index of the word that starts a process we know, behind any wrappers; None if there is none."""
+    if basename(words[0]) in PASSED_OVER:
+        return None
+    for index in range(len(words)):
+        if _starts_target(words[index:]):
+            return index
+    return None
+
+
+def _starts_target(words: Sequence[str]) -> bool:
+    head, following = basename(words[0]), list(words[1:])
+    if head == "vllm":
+        return following[:1] == ["serve"]
+    if re.fullmatch(r"python[0-9.]*", head):
+        script = next((word for word in following if not re.fullmatch(r"-[uOBEsSI]+", word)), "")
+        return script == "-m" and _is_module(following) or script.endswith(".py")
+    if head in SERVERS or head == "ssh":
+        return head != "mooncake-v0" or following[:1] in (["proxy"], ["metadata"])
+    if head in SHELLS:
+        return any(re.fullmatch(r"-[a-z]*c", word) for word in following[:3])
+    if head in ("docker", "podman", "nerdctl"):
+        return "run" in following[:2] or "create" in following[:2]
+    if head in ("tmux", "screen"):
+        return mentions_vllm(following[-1:])
+    return head.endswith(".py") and "/" in words[0]
+
+
+def _is_module(words: Sequence[str]) -> bool:
+    module = words[words.index("-m") + 1] if words.index("-m") + 1 < len(words) else ""
+    return module.startswith(("vllm", "mooncake", "http_metadata_server"))
+
+
+def _wrapper_facts(words: Sequence[str], scene: Scene) -> tuple[list[tuple[str, str]], Scene]:
+    """Variables and the host that wrappers set: `env A=B`, `srun -w NODE`."""
+    environment = [(match[1], match[2]) for match in map(_ASSIGNMENT.fullmatch, words) if match]
+    for index, word in enumerate(words):
+        match = re.fullmatch(r"(?:--nodelist|-w)(?:=(.+))?", word)
+        if match and words and any(basename(w) == "srun" for w in words):
+            host = match[1] or (words[index + 1] if index + 1 < len(words) else "")
+            scene = scene.on_host(host)
+        if word.startswith("--export=") and any(basename(w) == "srun" for w in words):
+            environment += [(m[1], m[2]) for m in map(_ASSIGNMENT.fullmatch, word[9:].split(",")) if m]
+    return environment, scene
+
+
+def _ssh(words: Sequence[str], place: Place, scene: Scene, nested: Nested) -> None:
+    takes_value = set("-p -i -l -o -F -J -L -R -D -b -c -e -m -S -W -w -B -E -I -O -Q".split())
+    index = 1
+    while index < len(words) and words[index].startswith("-"):
+        index += 2 if words[index] in takes_value else 1
+    if index + 1 < len(words):
+        nested(" ".join(words[index + 1 :]), place, scene.on_host(words[index]))
+
+
+def _shell(words: Sequence[str], place: Place, scene: Scene, nested: Nested) -> None:
+    for index, word in enumerate(words):
+        if re.fullmatch(r"-[a-z]*c", word) and index + 1 < len(words):
+            nested(words[index + 1], place, scene)
+            return
+
+
+def _docker(
+    words: Sequence[str],
+    environment: Sequence[tuple[str, str]],
+    place: Place,
+    found: Found,
+    scene: Scene,
+    nested: Nested,
+    variables: Mapping[str, str],
+) -> None:
+    run = parse_docker_run(words, variables | dict(environment) if isinstance(variables, dict) else dict(environment))
+    if not run.image:
+        found.note(place, " ".join(words), "docker run without an image")
+        return
+    for path in run.env_files:
+        found.note(place, f"--env-file {path}", "read as an env file if it is among the given paths")
+    inner = replace(
+        scene,
+        shape=Shape("docker", run),
+        name=run.name or scene.name,
+        host=run.hostname or scene.host,
+        image=run.image,
+        mounts=run.mounts,
+        ports=run.ports,
+    )
+    container_command(run.entrypoint, run.arguments, run.env, place, found, inner, nested)
+
+
+def container_command(
+    entrypoint: Sequence[str],
+    arguments: Sequence[str],
+    environment: Sequence[tuple[str, str]],
+    place: Place,
+    found: Found,
+    scene: Scene,
+    nested: Nested,
+) -> None:
+    """A container's process: entrypoint and arguments, with the server as entrypoint of the vllm-openai image."""
+    note_image(scene.image, place, found)
+    words = [*entrypoint, *arguments]
+    if not entrypoint and (not words or words[0].startswith("-")) and is_vllm_image(scene.image):
+        words = ["python3", "-m", "vllm.entrypoints.openai.api_server", *words]
+    if entrypoint and basename(entrypoint[-1]) in SHELLS and arguments and not arguments[0].startswith("-"):
+        words = [*entrypoint, "-c", *arguments]
+    if words:
+        scene = replace(scene, environment=tuple(environment))
+        read_command(words, environment, place, found, scene, nested)
+
+
+def is_vllm_image(image: str) -> bool:
+    return "vllm" in image.rpartition("/")[2]
+
+
+def note_image(image: str, place: Place, found: Found) -> None:
+    match = re.search(r"vllm[^/:]*:v?(\d+\.\d+\.\d+(?:\.post\d+)?)", image)
+    if match:
+        found.versions.append(("vllm", match[1], place))
+
+
+def note_versions(words: Sequence[str], place: Place, found: Found) -> None:
+    """Versions that a pip install names."""
+    if "install" not in words:
+        return
+    for word in words:
+        match = re.fullmatch(r"(vllm|mooncake-transfer-engine|mooncake-v0)(?:\[[^\]]*\])?==([\w.+]+)", word)
+        if match:
+            found.versions.append((match[1], match[2], place))
