@@ -104,7 +104,7 @@ class EtcdStore:
             start = bytes(answer.kvs[-1].key) + b"\0"
 
     def watch(self, prefix: str) -> Watch:
-        head = self._call(lambda member: member.kv.Range, self._rpc.RangeRequest(key=b"\0", limit=1))
+        head = self._call(lambda member: member.kv.Range, self._rpc.RangeRequest(key=prefix.encode() or b"\0", limit=1))
         create = self._rpc.WatchCreateRequest(
             key=prefix.encode() or b"\0",
             range_end=_range_end(prefix.encode()),

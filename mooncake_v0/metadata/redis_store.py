@@ -6,6 +6,7 @@ database. The commands an ACL user needs: get, set, del, scan, mget, ping, eval 
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from typing import Any, Iterator, Sequence
 
@@ -37,9 +38,19 @@ class RedisStore:
 
     def __init__(self, address: StoreURL, *, timeout_s: float) -> None:
         self.url = str(address)
+        self._address = address
         self._timeout_s = timeout_s
-        with self._errors():
-            self._client = _client(address, timeout_s)
+        self._lock = threading.Lock()
+        self._opened: Any = None
+        _check_path(address)
+
+    @property
+    def _client(self) -> Any:
+        # opened on the first call: a cluster's client connects when it is made
+        with self._lock:
+            if self._opened is None:
+                self._opened = _client(self._address, self._timeout_s)
+            return self._opened
 
     def get(self, key: str) -> bytes | None:
         with self._errors():
@@ -75,7 +86,9 @@ class RedisStore:
         return PollingWatch(self, prefix)
 
     def close(self) -> None:
-        self._client.close()
+        with self._lock:
+            if self._opened is not None:
+                self._opened.close()
 
     def _fetch(self, keys: Sequence[bytes], entries: dict[str, bytes]) -> None:
         if not keys:
@@ -107,43 +120,49 @@ class RedisStore:
 
 
 def _client(address: StoreURL, timeout_s: float) -> Any:
+    options = _connection_options(address, timeout_s / 2)
+    login: dict[str, Any] = {"username": address.user, "password": address.password}
+    if address.family == "redis+cluster":
+        cluster: Any = redis.cluster
+        nodes = [cluster.ClusterNode(host, port) for host, port in address.hosts]
+        return redis.RedisCluster(startup_nodes=nodes, **login, **options)
+    service, db = _check_path(address)
+    of_server = {**login, **options, "db": db, "max_connections": MAX_CONNECTIONS}
+    if address.family == "redis+sentinel":
+        # all sentinels are asked in turn: they share the time
+        of_sentinel = _connection_options(address, timeout_s / 2 / len(address.hosts))
+        sentinel_module: Any = redis.sentinel
+        sentinel: Any = sentinel_module.Sentinel(list(address.hosts), sentinel_kwargs=of_sentinel)
+        return sentinel.master_for(service, **of_server)
+    host, port = address.hosts[0]
+    return redis.Redis(host=host, port=port, **of_server)
+
+
+def _connection_options(address: StoreURL, timeout_s: float) -> dict[str, Any]:
     # one retry on a dropped connection (server restarted); none on a timeout, which has used up the time
-    half_s = timeout_s / 2
     options: dict[str, Any] = {
-        "username": address.user,
-        "password": address.password,
-        "socket_timeout": half_s,
-        "socket_connect_timeout": half_s,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
         "socket_keepalive": True,
         "retry": Retry(NoBackoff(), 1, supported_errors=(ConnectionError,)),
     }
     if address.is_tls:
         options.update(ssl=True, ssl_ca_certs=address.ca, ssl_certfile=address.cert, ssl_keyfile=address.key)
-    if address.family == "redis+cluster":
-        cluster: Any = redis.cluster
-        nodes = [cluster.ClusterNode(host, port) for host, port in address.hosts]
-        return redis.RedisCluster(startup_nodes=nodes, **options)
-    service, _, db = address.path.partition("/") if address.family == "redis+sentinel" else ("", "", address.path)
-    options["db"] = _db_number(db, address)
-    options["max_connections"] = MAX_CONNECTIONS
+    return options
+
+
+def _check_path(address: StoreURL) -> tuple[str, int]:
+    """Service name (Sentinel only, else empty) and database number from the URL's path."""
+    service, db = "", address.path
     if address.family == "redis+sentinel":
+        service, _, db = address.path.partition("/")
         if not service:
             raise MetadataError(f"{address} names no service", fix="write redis+sentinel://HOST:26379/SERVICE[/DB]")
-        sentinel_module: Any = redis.sentinel
-        sentinel: Any = sentinel_module.Sentinel(
-            list(address.hosts), sentinel_kwargs={"socket_timeout": half_s, "socket_connect_timeout": half_s}
+    if db and (not db.isdigit() or address.family == "redis+cluster"):
+        raise MetadataError(
+            f"{address} has database {db!r}", fix="a redis database is a number, usually 0..15; a cluster has only one"
         )
-        return sentinel.master_for(service, **options)
-    host, port = address.hosts[0]
-    return redis.Redis(host=host, port=port, **options)
-
-
-def _db_number(text: str, address: StoreURL) -> int:
-    if not text:
-        return 0
-    if not text.isdigit():
-        raise MetadataError(f"{address} has database {text!r}", fix="a redis database is a number, usually 0..15")
-    return int(text)
+    return service, int(db or 0)
 
 
 def _glob_escaped(prefix: bytes) -> bytes:
