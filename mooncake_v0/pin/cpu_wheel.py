@@ -23,7 +23,7 @@ from mooncake_v0.errors import CouldNotCheckError
 ARCHIVE_SHA256 = "3cf6fdb46f50fa66cbeec87738e4b91bf2cb086979b4fc74a782cd30f75d1af1"
 
 # Stands in for vLLM's setup.py: same package, CPU extension only.
-SETUP_PY = '''
+SETUP_PY = """
 import email, pathlib, re
 from setuptools import find_packages, setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
@@ -45,7 +45,7 @@ setup(
         py_limited_api=True)],
     cmdclass={"build_ext": BuildExtension},
 )
-'''
+"""
 
 
 def find_index_url() -> str:
@@ -71,7 +71,8 @@ def unpack_archive(folder: Path) -> Path:
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     if digest != ARCHIVE_SHA256:
         raise CouldNotCheckError(
-            f"{archive.name} has SHA-256 {digest}, expected {ARCHIVE_SHA256}", fix="use an index that serves PyPI's file"
+            f"{archive.name} has SHA-256 {digest}, expected {ARCHIVE_SHA256}",
+            fix="use an index that serves PyPI's file",
         )
     return source
 

@@ -41,7 +41,10 @@ def general_plugin() -> None:
     time for ``LLM(kv_transfer_config=…)`` built after it and for the workers.
     """
     autoload()
-    for name, patch in (("vllm.engine.llm_engine", _patch_engine_args), ("vllm.worker.worker_base", _patch_worker_base)):
+    for name, patch in (
+        ("vllm.engine.llm_engine", _patch_engine_args),
+        ("vllm.worker.worker_base", _patch_worker_base),
+    ):
         if name in sys.modules:
             patch(sys.modules[name])
 

@@ -1,1 +1,290 @@
-def patch_worker_wrapper() -> None: ...
+"""Turns a vLLM worker into a producer or a consumer by wrapping methods of its objects, never of its classes.
+
+`patch_worker_wrapper` wraps the one method that creates workers in every executor. A worker whose VllmConfig has a
+kv_transfer_config gets a `WorkerTransfer`; every other one is left alone. Order of a worker's life
+(vllm 0.6.4.post1, worker/worker_base.py, worker/cpu_worker.py, worker/worker.py):
+
+    init_worker → load_model → initialize_cache: the cache's shape is known, the agent is started
+    each step: prepare_model_input on the driver makes the plan; it travels in the broadcast of the model input;
+               the model's forward stores or receives
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+from typing import Any, Callable, Sequence
+
+import torch
+
+from mooncake_v0.errors import KVLayoutError, MooncakeV0Error
+from mooncake_v0.kv.connector import Consumer, Producer, pack_block_ids
+from mooncake_v0.kv.layout import KVLayout, find_block_dim
+from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan, content_key, decode_plan, encode_plan
+from mooncake_v0.transfer.agent_client import AgentClient
+from mooncake_v0.transfer.agent_settings import AgentSettings
+from mooncake_v0.vllm_plugin.fingerprint import adapter_identity, model_fingerprint
+from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig
+from mooncake_v0.vllm_plugin.metrics import WorkerMetrics
+from mooncake_v0.vllm_plugin.plugin_logging import set_up_logging
+
+logger = logging.getLogger(__name__)
+
+_BROADCAST_KEY = "mooncake_v0_plan"
+DEFAULT_WAIT_S = 2.0
+DEFAULT_TTL_S = 480.0  # as V1's VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+
+
+def patch_worker_wrapper() -> None:
+    """Wrap WorkerWrapperBase.init_worker; safe to call again."""
+    from vllm.worker import worker_base
+
+    wrapper: Any = worker_base.WorkerWrapperBase
+    if getattr(wrapper, "_mooncake_v0_patched", False):
+        return
+    wrapper._mooncake_v0_patched = True
+    original = wrapper.init_worker
+
+    @functools.wraps(original)
+    def init_worker(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        vllm_config = kwargs.get("vllm_config") or (args[0] if args else None)
+        if getattr(vllm_config, "kv_transfer_config", None) is not None:
+            WorkerTransfer(self.worker, vllm_config).install()
+
+    wrapper.init_worker = init_worker
+
+
+class WorkerTransfer:
+    """One worker's transfer: its hooks, its agent, and the plan of the step under way."""
+
+    def __init__(self, worker: Any, vllm_config: Any) -> None:
+        set_up_logging()
+        self.worker = worker
+        self.vllm_config = vllm_config
+        self.config: KVTransferConfig = vllm_config.kv_transfer_config
+        self.client: AgentClient | None = None
+        self.producer: Producer | None = None
+        self.consumer: Consumer | None = None
+        self._fingerprint = b""
+        self._plan: TransferPlan | None = None
+
+    def install(self) -> None:
+        worker, runner = self.worker, self.worker.model_runner
+        worker.mooncake_v0 = self
+        _wrap(worker, "load_model", after=lambda _: self._hook_model())
+        _wrap(worker, "initialize_cache", after=lambda _: self._start())
+        runner.prepare_model_input = self._planning(runner.prepare_model_input)
+        runner.make_model_input_from_broadcasted_tensor_dict = self._plan_from_broadcast(
+            runner.make_model_input_from_broadcasted_tensor_dict
+        )
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    def _hook_model(self) -> None:
+        model = self.worker.model_runner.model
+        model.forward = self._forward(model.forward)
+
+    def _start(self) -> None:
+        """The cache exists: start the agent. Whatever fails here, the instance serves alone and says why."""
+        try:
+            self._connect()
+        except MooncakeV0Error as error:
+            logger.error("no KV transfer: %s", error)
+
+    def _connect(self) -> None:
+        assert self.config.mooncake is not None
+        runner, model_config = self.worker.model_runner, self.vllm_config.model_config
+        backend = runner.attn_backend
+        block_dim = find_block_dim(
+            lambda blocks: backend.get_kv_cache_shape(blocks, self.vllm_config.cache_config.block_size, 8, 128)
+        )
+        layout = KVLayout(self.worker.kv_cache[0], block_dim)
+        if layout.num_blocks != self.vllm_config.cache_config.num_gpu_blocks:
+            raise KVLayoutError(
+                f"the KV cache has {layout.num_blocks} rows for {self.vllm_config.cache_config.num_gpu_blocks} blocks"
+            )
+        fingerprint = model_fingerprint(self.vllm_config, runner.model, layout, backend.get_name())
+        self._fingerprint = repr(sorted(fingerprint.items())).encode()
+        self.client = AgentClient(
+            AgentSettings(
+                role=self.config.role,
+                rank=self.worker.rank,
+                tp_size=self.vllm_config.parallel_config.tensor_parallel_size,
+                config=self.config.mooncake,
+                fingerprint=fingerprint,
+                pool_nbytes=int(self.config.kv_buffer_size),
+                ttl_s=_seconds("MOONCAKE_V0_TTL_S", DEFAULT_TTL_S),
+                secret_file=os.environ.get("MOONCAKE_V0_SECRET_FILE"),
+                log_level=logging.getLevelName(logger.getEffectiveLevel()),
+                api_url=self.config.api_url,
+            )
+        )
+        self._make_connector(self.client, layout, model_config)
+        self.client.start()
+        atexit.register(self.client.close)
+
+    def _make_connector(self, client: AgentClient, layout: KVLayout, model_config: Any) -> None:
+        hidden_size, dtype, metrics = model_config.get_hidden_size(), model_config.dtype, WorkerMetrics()
+        if layout.device.type == "cuda":
+            _page_lock(client.pool.address, client.pool.nbytes)
+        if self.config.is_producer:
+            self.producer = Producer(client, layout, hidden_size=hidden_size, hidden_dtype=dtype, count=metrics.count)
+        else:
+            self.consumer = Consumer(
+                client,
+                layout,
+                hidden_size=hidden_size,
+                hidden_dtype=dtype,
+                count=metrics.count,
+                wait_s=_seconds("MOONCAKE_V0_WAIT_S", DEFAULT_WAIT_S),
+                agree=_group_agreement(self.vllm_config.parallel_config.tensor_parallel_size),
+            )
+        logger.info(
+            "KV transfer as %s: %d bytes of KV a block, buffer of %d bytes in host memory",
+            self.config.kv_role,
+            layout.block_bytes,
+            client.pool.nbytes,
+        )
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def _planning(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(prepare)
+        def prepare_model_input(seq_groups: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            model_input = prepare(seq_groups, *args, **kwargs)
+            self._plan = self._make_plan(seq_groups, model_input)
+            if self._plan is not None and self.vllm_config.parallel_config.tensor_parallel_size > 1:
+                # A frozen dataclass instance; vLLM asks it for its broadcast right after this and never copies it before.
+                plan, original = encode_plan(self._plan), model_input.as_broadcastable_tensor_dict
+                object.__setattr__(
+                    model_input, "as_broadcastable_tensor_dict", lambda: {**original(), _BROADCAST_KEY: plan}
+                )
+            return model_input
+
+        return prepare_model_input
+
+    def _plan_from_broadcast(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def make_model_input(tensor_dict: dict[str, Any]) -> Any:
+            plan = tensor_dict.pop(_BROADCAST_KEY, None)
+            self._plan = None if plan is None else decode_plan(plan)
+            return make(tensor_dict)
+
+        return make_model_input
+
+    def _make_plan(self, seq_groups: Sequence[Any], model_input: Any) -> TransferPlan | None:
+        """The plan of a batch with prompts, or None: decode steps, the profile run, no agent."""
+        if self.client is None or not self.client.running or not seq_groups or not seq_groups[0].is_prompt:
+            return None
+        prompts, row, index = [], 0, 0
+        for group in seq_groups:
+            row += sum(model_input.query_lens[index : index + len(group.seq_data)]) if group.is_prompt else 0
+            index += len(group.seq_data)
+            if self._can_transfer(group):
+                prompts.append(self._plan_prompt(group, row - 1))
+        return TransferPlan(prompts, row, len(prompts) == len(seq_groups)) if prompts else None
+
+    def _can_transfer(self, group: Any) -> bool:
+        """Whether this is the pass that completes a prompt, of a request that KV and one hidden row can serve."""
+        if not group.is_prompt or not group.do_sample or not group.block_tables or group.multi_modal_data:
+            return False
+        (seq_data,) = group.seq_data.values()
+        if seq_data.get_output_len():  # preempted and computed again, with its output
+            return False
+        params = group.sampling_params
+        return params is not None and (self.config.is_producer or params.prompt_logprobs is None)
+
+    def _plan_prompt(self, group: Any, hidden_row: int) -> PromptPlan:
+        ((seq_id, seq_data),) = group.seq_data.items()
+        tokens = seq_data.prompt_token_ids_array
+        block_size = self.vllm_config.cache_config.block_size
+        num_blocks = -(-len(tokens) // block_size)
+        cached = len(group.computed_block_nums or ())
+        return PromptPlan(
+            key=content_key(
+                self._fingerprint, adapter_identity(group.lora_request, group.prompt_adapter_request), tokens
+            ),
+            block_ids=pack_block_ids(group.block_tables[seq_id][:num_blocks]),
+            first_missing=min(cached, num_blocks),
+            hidden_row=hidden_row,
+            num_tokens=len(tokens),
+        )
+
+    def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            plan, self._plan = self._plan, None
+            if plan is None:
+                return original(*args, **kwargs)
+            if self.producer is not None:
+                return self._forward_and_store(self.producer, plan, original, args, kwargs)
+            assert self.consumer is not None
+            hidden_states = self.consumer.receive(plan)
+            return original(*args, **kwargs) if hidden_states is None else hidden_states
+
+        return forward
+
+    def _forward_and_store(
+        self, producer: Producer, plan: TransferPlan, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        with producer.client.step():
+            reserved = producer.reserve(plan)
+            try:
+                hidden_states = original(*args, **kwargs)
+            except BaseException:
+                producer.abort(reserved)
+                raise
+            producer.store(reserved, hidden_states)
+        return hidden_states
+
+
+def _wrap(target: Any, name: str, *, after: Callable[[Any], None]) -> None:
+    original = getattr(target, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        after(result)
+        return result
+
+    setattr(target, name, wrapped)
+
+
+def _group_agreement(tp_size: int) -> Callable[[bool], bool]:
+    """The ranks' common decision: one small all-reduce on the CPU group per batch with prompts."""
+    if tp_size == 1:
+        return lambda here: here
+
+    from vllm.distributed.parallel_state import get_tp_group
+
+    def agree(here: bool) -> bool:
+        vote = torch.tensor([int(here)])
+        torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+        return bool(vote.item())
+
+    return agree
+
+
+def _page_lock(address: int, nbytes: int) -> None:
+    """Let the GPU copy straight from and to the pool; without it copies go through a bounce buffer."""
+    runtime: Any = torch.cuda
+    code = runtime.cudart().cudaHostRegister(address, nbytes, 0)
+    if int(code) != 0:
+        logger.warning("the pool of %d bytes cannot be page-locked (CUDA error %s): copies are slower", nbytes, code)
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value < 0:
+        logger.warning("%s is %r, not a number of seconds: %s is used", variable, text, default)
+        return default
+    return value
