@@ -1,114 +1,36 @@
-"""The proxy as an ASGI application: the relay in front, a Quart app for everything that is not inference.
+"""The public application: the relay for inference in front, Quart for everything else.
 
-`build_app` puts the parts together. Life cycle: `before_serving` opens the HTTP clients and starts the watchdog and
-one prober an instance; `after_serving` stops them. Pairs may come and go in between (`add_pair`, `remove_pair`).
+POST /v1/completions, /v1/chat/completions      the relay
+GET /v1/models                                  the models of all pairs that are up
+POST /tokenize, /detokenize, GET /version       a decode instance's answer, unchanged
+GET /health, /livez, /metrics                   the proxy's own
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import time
-from typing import Any, Callable, Sequence
+from typing import Any, Awaitable, Callable
 
 from quart import Quart, Response, request
+from werkzeug.exceptions import HTTPException
 
 from mooncake_v0.proxy.api_errors import ApiError, invalid_request, unavailable
-from mooncake_v0.proxy.attempt import Services
-from mooncake_v0.proxy.balancer import Balancer
 from mooncake_v0.proxy.client_side import Receive, Scope, Send
-from mooncake_v0.proxy.guard import Watchdog
-from mooncake_v0.proxy.headers import RawHeaders, forwarded, request_id_of, returned
-from mooncake_v0.proxy.health import Prober
-from mooncake_v0.proxy.legs import LegError, Upstream
-from mooncake_v0.proxy.pairs import Instance, Pair
+from mooncake_v0.proxy.core import Proxy
+from mooncake_v0.proxy.headers import RawHeaders, forwarded, header, request_id_of, returned
+from mooncake_v0.proxy.legs import Answer, LegError
 from mooncake_v0.proxy.prefill_request import CHAT, COMPLETIONS
-from mooncake_v0.proxy.record import Record
-from mooncake_v0.proxy.relay import Relay
-from mooncake_v0.proxy.settings import PairSpec, ProxySettings
-
-logger = logging.getLogger(__name__)
 
 RELAYED = frozenset({COMPLETIONS, CHAT})
-
-
-class Proxy:
-    """All state of one running proxy."""
-
-    def __init__(self, settings: ProxySettings, pairs: Sequence[PairSpec]) -> None:
-        self.settings = settings
-        self.balancer = Balancer(settings.limits)
-        self.watchdog = Watchdog()
-        self.draining = False
-        self.upstream: Upstream | None = None
-        self.relay: Relay | None = None
-        self._initial = tuple(pairs)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._probers: dict[str, list[asyncio.Task[None]]] = {}
-
-    async def start(self) -> None:
-        self.upstream = Upstream(self.settings.timeouts)
-        services = Services(self.settings, self.balancer, self.upstream)
-        self.relay = Relay(services, self.watchdog, self.finished, self.response_headers)
-        self._tasks.append(asyncio.ensure_future(self.watchdog.run()))
-        for spec in self._initial:
-            self.add_pair(spec)
-
-    async def stop(self) -> None:
-        for name in list(self.balancer.pairs):
-            self.remove_pair(name)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.upstream is not None:
-            await self.upstream.close()
-
-    def add_pair(self, spec: PairSpec) -> None:
-        assert self.upstream is not None
-        pair = Pair(spec, self.settings.limits, self.settings.health)
-        probers = [
-            Prober(instance, pair, self.upstream, self.settings.upstream_key, self.instance_changed)
-            for instance in pair.instances
-        ]
-        self._probers[spec.name] = [asyncio.ensure_future(prober.run()) for prober in probers]
-        self.balancer.add(pair)
-
-    def remove_pair(self, name: str) -> None:
-        self.balancer.remove(name)
-        for task in self._probers.pop(name, []):
-            task.cancel()
-
-    def instance_changed(self, instance: Instance) -> None:
-        """An instance came up, went down or got stuck: let those who wait know."""
-        if instance.state == "up" and not instance.wedged:
-            self.balancer.wake()
-        elif self._other_usable(instance):
-            instance.release_movable()
-
-    def _other_usable(self, lost: Instance) -> bool:
-        now_s = time.monotonic()
-        return any(
-            pair.decode.usable(now_s) and pair.decode is not lost and pair.prefill is not lost
-            for pair in self.balancer.pairs.values()
-        )
-
-    @property
-    def ready(self) -> bool:
-        return not self.draining and any(not pair.decode.refuses for pair in self.balancer.pairs.values())
-
-    def response_headers(self, headers: RawHeaders) -> RawHeaders:
-        """Headers that every response to this request carries."""
-        return [(b"connection", b"close")] if self.draining else []
-
-    def finished(self, record: Record) -> None:
-        logger.debug("%s", record)
+OPEN_PATHS = frozenset({"/health", "/livez", "/metrics"})
+ASK_S = 30.0  # for the small questions that are passed to a decode instance
 
 
 class HotPath:
-    """Inference requests go to the relay, everything else to Quart, whose dispatch costs as much as both legs."""
+    """Inference goes straight to the relay: Quart's dispatch would cost as much as both legs together."""
 
-    def __init__(self, proxy: Proxy, quart: Callable[[Any, Any, Any], Any]) -> None:
+    def __init__(self, proxy: Proxy, quart: Callable[[Any, Any, Any], Awaitable[None]]) -> None:
         self.proxy = proxy
         self.quart = quart
 
@@ -120,13 +42,54 @@ class HotPath:
             await self.quart(scope, receive, send)
 
 
+def build_app(proxy: Proxy) -> Quart:
+    """The application that Hypercorn serves to clients."""
+    app = bare_app(proxy)
+    app.before_serving(proxy.start)
+    app.after_serving(proxy.stop)
+    _add_checks(app, proxy)
+    _add_own_routes(app, proxy)
+    _add_passed_routes(app, proxy)
+    app.asgi_app = HotPath(proxy, app.asgi_app)  # type: ignore[assignment]
+    return app
+
+
+def bare_app(proxy: Proxy) -> Quart:
+    """A Quart application whose errors have OpenAI's shape and whose answers nothing cuts short."""
+    app = Quart(__name__)
+    app.config["MAX_CONTENT_LENGTH"] = proxy.settings.limits.body_bytes
+    app.config["RESPONSE_TIMEOUT"] = None
+
+    @app.errorhandler(ApiError)
+    async def api_error(error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.errorhandler(HTTPException)
+    async def http_error(error: HTTPException) -> Response:
+        words = {
+            404: f"no such path: {request.method} {request.path}",
+            405: f"{request.path} does not take {request.method}",
+        }
+        status = error.code or 500
+        response = error_response(invalid_request(status, words.get(status, error.name), f"http_{status}"))
+        if status == 405 and "Allow" in error.get_response().headers:
+            response.headers["Allow"] = error.get_response().headers["Allow"]
+        return response
+
+    return app
+
+
+def raw_headers() -> RawHeaders:
+    """The request's headers as the relay sees them."""
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in request.headers]
+
+
 def json_response(status: int, value: Any) -> Response:
     return Response(json.dumps(value), status=status, content_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:
-    headers = list(request.headers)
-    request_id = request_id_of([(name.lower().encode(), value.encode("latin-1")) for name, value in headers])
+    request_id = request_id_of(raw_headers())
     response = Response(error.body(request_id), status=error.status, content_type="application/json")
     response.headers["x-request-id"] = request_id
     if error.retry_after_s:
@@ -134,56 +97,105 @@ def error_response(error: ApiError) -> Response:
     return response
 
 
-def build_app(proxy: Proxy) -> Quart:
-    """The application that Hypercorn serves."""
-    app = Quart(__name__)
-    app.config["MAX_CONTENT_LENGTH"] = proxy.settings.limits.body_bytes
-    app.config["RESPONSE_TIMEOUT"] = None
-    app.before_serving(proxy.start)
-    app.after_serving(proxy.stop)
-    _add_routes(app, proxy)
-    app.asgi_app = HotPath(proxy, app.asgi_app)  # type: ignore[assignment]
-    return app
+def _add_checks(app: Quart, proxy: Proxy) -> None:
+    """The key of the client before, the headers that every response carries after."""
+
+    @app.before_request
+    async def check_key() -> Response | None:
+        if request.method == "OPTIONS":
+            return preflight(proxy)
+        if request.path not in OPEN_PATHS:
+            proxy.client_keys.check(header(raw_headers(), b"authorization"))
+        return None
+
+    @app.after_request
+    async def add_headers(response: Response) -> Response:
+        for name, value in proxy.response_headers(raw_headers()):
+            response.headers[name.decode("latin-1")] = value.decode("latin-1")
+        return response
 
 
-def _add_routes(app: Quart, proxy: Proxy) -> None:
+def preflight(proxy: Proxy) -> Response:
+    """A browser's question whether it may call; without allowed origins there is nothing to ask."""
+    if not proxy.settings.cors_origins:
+        raise invalid_request(405, f"{request.path} does not take OPTIONS", "http_405")
+    response = Response(b"", status=204)
+    response.headers["access-control-allow-methods"] = "GET, POST, OPTIONS"
+    response.headers["access-control-allow-headers"] = request.headers.get("access-control-request-headers", "*")
+    response.headers["access-control-max-age"] = "600"
+    return response
+
+
+def _add_own_routes(app: Quart, proxy: Proxy) -> None:
+    @app.get("/livez")
+    async def livez() -> Response:
+        return json_response(200, {"status": "ok"})
+
     @app.get("/health")
     async def health() -> Response:
         if proxy.ready:
             return json_response(200, {"status": "ok"})
-        return error_response(unavailable("shutting down" if proxy.draining else "no pair is up"))
+        raise unavailable("the proxy is shutting down" if proxy.draining else "no pair is up", code="not_ready")
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(proxy.metrics.render(), content_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_passed_routes(app: Quart, proxy: Proxy) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
-        return await pass_to_decode(proxy)
+        answers = await asyncio.gather(*(_ask(proxy, name) for name in proxy.balancer.pairs))
+        return _union_of_models([answer for answer in answers if answer is not None])
+
+    async def passed() -> Response:
+        for name in list(proxy.balancer.pairs):
+            answer = await _ask(proxy, name)
+            if answer is not None:
+                return _as_response(answer)
+        raise unavailable("no decode instance can be reached")
+
+    for path in RELAYED:  # never reached, but makes other methods a 405 that names the right one
+        app.add_url_rule(path, path, passed, methods=["POST"])
+    for path, method in (("/tokenize", "POST"), ("/detokenize", "POST"), ("/version", "GET")):
+        app.add_url_rule(path, path, passed, methods=[method])
 
 
-async def pass_to_decode(proxy: Proxy) -> Response:
-    """Answer with what a decode instance says to the same request."""
-    assert proxy.upstream is not None
-    raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in request.headers]
-    request_id = request_id_of(raw)
-    headers = forwarded(raw, request_id, proxy.settings.upstream_key)
+async def _ask(proxy: Proxy, name: str) -> Answer | None:
+    """The decode instance's answer to this same request; None when it gives none."""
+    pair = proxy.balancer.pairs.get(name)
+    if pair is None or pair.decode.refuses or proxy.upstream is None:
+        return None
+    raw = raw_headers()
+    headers = forwarded(raw, request_id_of(raw), proxy.settings.upstream_key, keep_authorization=not proxy.client_keys)
     data = await request.get_data(as_text=False)
     body = data.encode() if isinstance(data, str) else data
     query = request.query_string.decode("latin-1")
     target = f"{request.path}?{query}" if query else request.path
-    for pair in proxy.balancer.pairs.values():
-        if pair.decode.refuses:
-            continue
-        try:
-            answer = await asyncio.wait_for(
-                proxy.upstream.exchange(pair.decode, request.method, target, body, headers),
-                proxy.settings.timeouts.decode_first_byte_s,
-            )
-        except (LegError, asyncio.TimeoutError):
-            continue
-        response = Response(answer.body, status=answer.status)
-        response.headers.clear()
-        for name, value in returned(answer.headers, request_id):
-            response.headers.add(name.decode("latin-1"), value.decode("latin-1"))
-        return response
-    return error_response(unavailable("no decode instance can be reached"))
+    try:
+        asking = proxy.upstream.exchange(pair.decode, request.method, target, body, headers)
+        return await asyncio.wait_for(asking, ASK_S)
+    except (LegError, asyncio.TimeoutError):
+        return None
 
 
-__all__ = ["Proxy", "build_app", "invalid_request"]
+def _as_response(answer: Answer) -> Response:
+    response = Response(answer.body, status=answer.status)
+    response.headers.clear()
+    for name, value in returned(answer.headers, request_id_of(raw_headers())):
+        response.headers.add(name.decode("latin-1"), value.decode("latin-1"))
+    return response
+
+
+def _union_of_models(answers: list[Answer]) -> Response:
+    """One list of the models of all decode instances; a single answer, and a refusal, as they are."""
+    if not answers:
+        raise unavailable("no decode instance can be reached")
+    good = [answer for answer in answers if answer.status == 200]
+    if len(good) < 2:
+        return _as_response(good[0] if good else answers[0])
+    cards: dict[Any, Any] = {}
+    for answer in good:
+        for card in json.loads(answer.body).get("data", ()):
+            cards.setdefault(card.get("id"), card)
+    return json_response(200, {"object": "list", "data": list(cards.values())})

@@ -11,7 +11,7 @@ import json
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Iterator
+from typing import Callable, Iterator
 
 import aiohttp
 
@@ -25,7 +25,7 @@ from mooncake_v0.proxy.headers import RawHeaders, returned
 from mooncake_v0.proxy.legs import EXCHANGE_ERRORS, Answer, LegError, Upstream, leg_error
 from mooncake_v0.proxy.pairs import Instance
 from mooncake_v0.proxy.prefill_request import RequestPlan
-from mooncake_v0.proxy.record import Record
+from mooncake_v0.proxy.record import USAGE_WITHIN_BYTES, Record
 from mooncake_v0.proxy.settings import ProxySettings
 from mooncake_v0.proxy.sse import EventFramer
 
@@ -39,6 +39,7 @@ class Services:
     settings: ProxySettings
     balancer: Balancer
     upstream: Upstream
+    leg_failed: Callable[[str, LegFailed], None]  # pair's name, failure: counts it against whom it is due
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Attempt:
         except LegFailed as failure:
             if self.services.settings.require_prefill or self._another_pair_is_whole():
                 raise
-            failures.blame(failure, time.monotonic())
+            self._failed(failure)
             record.disaggregated = "fallback"
             record.error = failure.kind
             return None
@@ -173,6 +174,7 @@ class Attempt:
         """Decode has begun to answer: the request can no longer move, its KV has been taken."""
         now_s = time.monotonic()
         self.job.record.first_byte_s = now_s - self.job.record.start_s
+        self.job.record.gap_s = now_s - started_s
         self.pair.decode.committed(self.job.guard)
         self.pair.decode.succeeded(now_s, now_s - started_s)
         self.services.balancer.kv_taken(self.place)
@@ -189,13 +191,14 @@ class Attempt:
         """Relay a stream of events. The response starts with its first event, so that until then it can move."""
         client, guard, decode, record = self.job.client, self.job.guard, self.pair.decode, self.job.record
         framer = EventFramer()
+        last = b""
         while True:
             try:
                 data = await response.content.readany()
             except EXCHANGE_ERRORS as error:
                 if not client.started:
                     raise
-                failures.blame(LegFailed(decode, leg_error(decode, error).kind), time.monotonic())
+                self._failed(LegFailed(decode, leg_error(decode, error).kind))
                 raise ApiError(502, "the decode instance broke off", kind="bad_gateway", code="decode_broke") from error
             whole = framer.feed(data) if data else framer.rest()
             if whole:
@@ -206,12 +209,15 @@ class Attempt:
                 record.events += 1
                 guard.expect(CLIENT_STALLED, self.timeouts.client_stall_s)
                 await client.write(whole)
+                last = (last + whole)[-USAGE_WITHIN_BYTES:]
             if not data:
                 break
             guard.expect("decode", self.timeouts.decode_idle_s)
         if not client.started:
             raise LegFailed(decode, failures.UNUSABLE)
+        record.find_usage(last)
         if not framer.ended:
+            self._failed(LegFailed(decode, failures.UNUSABLE))
             raise ApiError(502, "the decode instance ended early", kind="bad_gateway", code="decode_ended_early")
         guard.rest()
         await client.finish()
@@ -255,6 +261,7 @@ class Attempt:
         if answer.status >= 400 and not failures.is_json(answer):
             raise failures.wrapped(answer.status, instance.role, f"{instance.role}_status")
         self.job.guard.expect(CLIENT_STALLED, self.timeouts.client_stall_s)
+        self.job.record.find_usage(answer.body[-USAGE_WITHIN_BYTES:])
         await self.job.client.send_whole(answer.status, self._headers(answer.headers), answer.body)
         self.job.guard.rest()
 
@@ -292,5 +299,8 @@ class Attempt:
         failure = LegFailed(instance, kind)
         if not self.job.client.started:
             return failure
-        failures.blame(failure, time.monotonic())
+        self._failed(failure)
         return failures.told_to_client(failure)
+
+    def _failed(self, failure: LegFailed) -> None:
+        self.services.leg_failed(self.pair.name, failure)

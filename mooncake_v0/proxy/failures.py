@@ -31,7 +31,7 @@ class LegFailed(Exception):
 
 
 def blame(failure: LegFailed, now_s: float) -> None:
-    """Count a failure against the instance that caused it."""
+    """Count a failure against the instance that caused it; backpressure and what probes found are no fault."""
     if failure.kind == REFUSED:
         failure.instance.refused()
     if failure.kind not in (BUSY, LOST):

@@ -49,10 +49,16 @@ def named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[byt
     return frozenset(names)
 
 
-def forwarded(headers: RawHeaders, request_id: str, upstream_key: str) -> list[tuple[str, str]]:
-    """The client's end-to-end headers for an instance, its Authorization replaced where the proxy has its own key."""
+def forwarded(
+    headers: RawHeaders, request_id: str, upstream_key: str, *, keep_authorization: bool = True
+) -> list[tuple[str, str]]:
+    """The client's end-to-end headers for an instance.
+
+    Its Authorization goes along unless the proxy has a key of its own for the instances, or checks clients itself: then
+    the client's key is not for the instances to see.
+    """
     dropped = NOT_FORWARDED | named_by_connection(headers)
-    if upstream_key:
+    if upstream_key or not keep_authorization:
         dropped = dropped | {b"authorization"}
     kept = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers if name not in dropped]
     kept.append(("x-request-id", request_id))

@@ -42,6 +42,7 @@ class Instance:
         self.failures = 0
         self.successes = 0
         self.ejections = 0
+        self.ejections_total = 0
         self.ejected_until_s = 0.0
         self.last_progress_s = time.monotonic()
         self.latencies_s: deque[float] = deque(maxlen=LATENCIES_KEPT)
@@ -115,6 +116,7 @@ class Instance:
         threshold = 1 if self.half_open else self.health.eject_failures
         if self.failures >= threshold and now_s >= self.ejected_until_s:
             self.ejections += 1
+            self.ejections_total += 1
             self.failures = 0
             pause_s = min(self.health.eject_s * self.ejections, self.health.eject_max_s)
             self.ejected_until_s = now_s + pause_s

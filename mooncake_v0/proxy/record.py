@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
+
+# the order of UsageInfo's fields in vLLM 0.6.4.post1, entrypoints/openai/protocol.py
+USAGE = re.compile(rb'"usage":\s*\{"prompt_tokens":\s*(\d+),\s*"total_tokens":\s*\d+,\s*"completion_tokens":\s*(\d+)')
+USAGE_WITHIN_BYTES = 512
 
 
 @dataclass
@@ -30,12 +35,20 @@ class Record:
     first_byte_s: float = 0.0
     total_s: float = 0.0
     events: int = 0
+    usage_prompt_tokens: int = 0
+    usage_completion_tokens: int = 0
     attempts: int = 0
     status: int = 0
     bytes_sent: int = 0
     outcome: str = ""
     error: str = ""
     phase: str = "body"
+
+    def find_usage(self, end_of_body: bytes) -> None:
+        """Take the token counts from the end of decode's answer, where vLLM writes them, if they are there."""
+        found = USAGE.search(end_of_body)
+        if found is not None:
+            self.usage_prompt_tokens, self.usage_completion_tokens = int(found[1]), int(found[2])
 
     def log_fields(self) -> dict[str, Any]:
         """The access log line."""
@@ -52,6 +65,8 @@ class Record:
             "stream": self.stream,
             "attempts": self.attempts,
             "prompt_tokens_estimate": self.prompt_tokens,
+            "prompt_tokens": self.usage_prompt_tokens,
+            "completion_tokens": self.usage_completion_tokens,
             "body_bytes": self.body_bytes,
             "bytes_sent": self.bytes_sent,
             "queued_ms": round(self.queued_s * 1000, 3),

@@ -23,6 +23,7 @@ from mooncake_v0.proxy.client_side import ClientSide, Receive, Scope, Send
 from mooncake_v0.proxy.failures import LegFailed
 from mooncake_v0.proxy.guard import CLIENT_GONE, CLIENT_STALLED, SHUTDOWN, Cut, Guard, Watchdog
 from mooncake_v0.proxy.headers import RawHeaders, forwarded, header, request_id_of, returned
+from mooncake_v0.proxy.keys import Keys
 from mooncake_v0.proxy.prefill_request import plan_request
 from mooncake_v0.proxy.record import Record
 
@@ -61,6 +62,7 @@ class Relay:
         watchdog: Watchdog,
         finished: Callable[[Record], None],
         response_headers: Callable[[RawHeaders], RawHeaders],
+        keys: Keys,
     ) -> None:
         self.services = services
         self.settings = services.settings
@@ -68,6 +70,7 @@ class Relay:
         self.watchdog = watchdog
         self.finished = finished
         self.response_headers = response_headers
+        self.keys = keys
         self.budget = RetryBudget()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,6 +105,7 @@ class Relay:
     async def _answer(self, scope: Scope, client: ClientSide, guard: Guard, record: Record) -> None:
         """Read, plan, and attempt until it is served; the one border that knows why the task was cancelled."""
         try:
+            self.keys.check(header(client.headers, b"authorization"))
             guard.expect(CLIENT_STALLED, self.settings.timeouts.client_stall_s)
             body = await client.read_body(self.settings.limits.body_bytes)
             guard.rest()
@@ -130,7 +134,9 @@ class Relay:
         )
         record.stream, record.prompt_tokens, record.body_bytes = plan.stream, plan.prompt_tokens, len(body)
         target = f"{path}?{query.decode('latin-1')}" if query else path
-        headers = forwarded(client.headers, client.request_id, self.settings.upstream_key)
+        headers = forwarded(
+            client.headers, client.request_id, self.settings.upstream_key, keep_authorization=not self.keys
+        )
         return Job(client, guard, record, plan, path, target, body, headers)
 
     async def _serve(self, job: Job) -> None:
@@ -151,7 +157,7 @@ class Relay:
                 await Attempt(self.services, job, place).run()
                 return
             except LegFailed as failure:
-                failures.blame(failure, time.monotonic())
+                self.services.leg_failed(place.pair.name, failure)
                 tried = (*tried, place.pair.name)
                 if not self._may_move(job, failure, tried):
                     await self._give_up(job, failure)

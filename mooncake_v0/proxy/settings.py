@@ -85,8 +85,11 @@ class ProxySettings:
     require_prefill:     never serve from decode alone for want of a prefill instance
     min_prefill_tokens:  shorter prompts go to decode alone; 0 sends every prompt through prefill
     upstream_key:        sent to the instances in place of the client's Authorization
-    client_keys:         accepted from clients; empty: no check here, the client's Authorization goes to the instances
-    cors_origins:        origins that browsers may call from; empty: no CORS headers at all
+    retries:             how often a request may be sent again after an instance failed it; 0: never
+    cors_origins:        origins that browsers may call from; "*": all; empty: no CORS headers
+    drain_delay_s:       after SIGTERM: still serving, but /health says 503 and connections are closed after an answer
+    drain_s:             after that: requests in flight may take this long to end
+    ca_file:             certificates to check https instances against, in place of the system's
     """
 
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -96,7 +99,7 @@ class ProxySettings:
     min_prefill_tokens: int = 0
     retries: int = 1
     upstream_key: str = field(default="", repr=False)
-    client_keys: tuple[str, ...] = field(default=(), repr=False)
-    admin_key: str = field(default="", repr=False)
     cors_origins: tuple[str, ...] = ()
+    ca_file: str = ""
+    drain_delay_s: float = 5.0
     drain_s: float = 60.0
