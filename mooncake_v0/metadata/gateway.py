@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import secrets
-import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -25,8 +25,9 @@ from aiohttp import web
 from mooncake_v0.errors import MetadataError, MooncakeV0Error
 from mooncake_v0.metadata.gateway_auth import Access, token_access
 from mooncake_v0.metadata.gateway_metrics import GatewayMetrics
-from mooncake_v0.metadata.gateway_requests import MAX_VALUE_BYTES, GatewayRequests, Reply, change_row, refusal
+from mooncake_v0.metadata.gateway_requests import MAX_VALUE_BYTES, GatewayRequests, Reply, refusal
 from mooncake_v0.metadata.gateway_watches import Subscription, WatchHub
+from mooncake_v0.metadata.http_store import change_row
 from mooncake_v0.metadata.store import DEFAULT_TIMEOUT_S, Change, MetadataStore, open_store
 from mooncake_v0.metadata.store_runner import StoreRunner
 
@@ -98,14 +99,12 @@ class Gateway:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         started = time.perf_counter()
-        headers = request.headers
         reply = await self._read_and_answer(request)
         if reply.watch_prefix is not None:
             return await self._stream(request, reply.watch_prefix)
         self._metrics.count(request.method, reply.status, time.perf_counter() - started)
         response = web.Response(body=reply.body, status=reply.status, headers=reply.headers or None)
         response.headers["Content-Type"] = reply.content_type
-        del headers
         return response
 
     async def _read_and_answer(self, request: web.BaseRequest) -> Reply:
@@ -250,9 +249,8 @@ def _run_thread(
             started.set_exception(error)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago, for callers that must name one before they bind it."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def raise_file_limit() -> None:
+    """Let this process open as many connections as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

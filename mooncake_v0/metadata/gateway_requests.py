@@ -13,7 +13,6 @@ Errors are JSON: {"error": what, "fix": how}.
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import math
@@ -26,8 +25,7 @@ from urllib.parse import parse_qsl, unquote_plus
 from mooncake_v0.errors import MetadataError, StoreUnavailableError, UnsupportedError
 from mooncake_v0.metadata.gateway_auth import Access
 from mooncake_v0.metadata.gateway_metrics import GatewayMetrics
-from mooncake_v0.metadata.http_store import value_tag
-from mooncake_v0.metadata.store import Change, Entry
+from mooncake_v0.metadata.http_store import entry_row, value_tag
 from mooncake_v0.metadata.store_runner import StoreRunner
 
 logger = logging.getLogger(__name__)
@@ -154,23 +152,6 @@ def refusal(status: int, what: str, fix: str, headers: dict[str, str] | None = N
     """An error as JSON; 401 gets the challenge that browsers and curl expect."""
     extra = {"WWW-Authenticate": 'Basic realm="mooncake-v0"'} if status == 401 else {}
     return Reply(status, json.dumps({"error": what, "fix": fix}).encode(), headers={**extra, **(headers or {})})
-
-
-def entry_row(entry: Entry) -> dict[str, str]:
-    """An entry as JSON: a value that is not UTF-8 goes as `value_base64`."""
-    return {"key": entry.key, **_value_field(entry.value)}
-
-
-def change_row(change: Change) -> dict[str, str]:
-    """A change as JSON, the same way."""
-    return {"kind": change.kind, "key": change.key, **({} if change.value is None else _value_field(change.value))}
-
-
-def _value_field(value: bytes) -> dict[str, str]:
-    try:
-        return {"value": value.decode()}
-    except UnicodeDecodeError:
-        return {"value_base64": base64.b64encode(value).decode()}
 
 
 def _key_and_ttl(query: str) -> tuple[str, float | None]:

@@ -16,7 +16,7 @@ import json
 import socket
 import ssl
 import threading
-from typing import Any
+from typing import Mapping
 from urllib.parse import quote
 
 from mooncake_v0.errors import MetadataError, StoreUnavailableError, UnsupportedError
@@ -186,11 +186,28 @@ def _read_changes(answer: http.client.HTTPResponse, offer: Offer) -> str:
         return str(error) or type(error).__name__
 
 
-def row_value(row: dict[str, Any]) -> bytes | None:
+def entry_row(entry: Entry) -> dict[str, str]:
+    """An entry as JSON: a value that is not UTF-8 goes as `value_base64`."""
+    return {"key": entry.key, **_value_field(entry.value)}
+
+
+def change_row(change: Change) -> dict[str, str]:
+    """A change as JSON, the same way."""
+    return {"kind": change.kind, "key": change.key, **({} if change.value is None else _value_field(change.value))}
+
+
+def _value_field(value: bytes) -> dict[str, str]:
+    try:
+        return {"value": value.decode()}
+    except UnicodeDecodeError:
+        return {"value_base64": base64.b64encode(value).decode()}
+
+
+def row_value(row: Mapping[str, object]) -> bytes | None:
     """The value in a row of /list or /watch: text as `value`, anything else as `value_base64`."""
     if "value" in row:
         return str(row["value"]).encode()
-    return base64.b64decode(row["value_base64"]) if "value_base64" in row else None
+    return base64.b64decode(str(row["value_base64"]), validate=True) if "value_base64" in row else None
 
 
 def _query(**fields: str) -> str:

@@ -1,0 +1,222 @@
+"""`metadata ls`, `get`, `watch`, `check` and `export`: they read, and change nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mooncake_v0.cli.metadata_source import complete_key, format_option, opened, source_argument, token_option
+from mooncake_v0.errors import INFO, StoreUnavailableError
+
+if TYPE_CHECKING:
+    from mooncake_v0.metadata.liveness import Liveness
+    from mooncake_v0.metadata.segments import Segment
+
+COLUMNS = ("NAME", "ROLE", "RANK", "PROTOCOL", "ADDRESS", "AGE", "STATE", "WHY")
+RETRY_S = 1.0
+
+
+@click.command()
+@source_argument
+@click.option("--no-probe", is_flag=True, help="Do not connect to the engines' ports.")
+@token_option
+@format_option
+def ls(source: str, no_probe: bool, token_file: str | None, output: str) -> None:
+    """List the segments: who is registered, and who still lives.
+
+    A segment is alive when its port answers, stale when nobody listens there any more,
+    and unsure where neither is certain; the last column says why.
+
+    \b
+    Examples:
+      mooncake-v0 metadata ls mooncake.json
+      mooncake-v0 metadata ls redis://10.0.0.9:6379/1 --format json
+    """
+    from mooncake_v0.metadata.liveness import UNSURE, Liveness, judge_segments
+    from mooncake_v0.metadata.prune import read_segments
+
+    with opened(source, token_file) as store:
+        segments = read_segments(store)
+    unasked = {s.name: Liveness(UNSURE, "not probed") for s in segments}
+    verdicts = unasked if no_probe else judge_segments(segments)
+    if output == "json":
+        click.echo(json.dumps({"segments": [_row(s, verdicts[s.name]) for s in segments]}, indent=2))
+    elif not segments:
+        click.echo("no segments")
+    else:
+        _print_table(segments, verdicts)
+
+
+def _row(segment: Segment, liveness: Liveness) -> dict[str, Any]:
+    record = segment.record
+    return {
+        "name": segment.name,
+        "role": record and record.role,
+        "rank": record and record.rank,
+        "protocol": segment.protocol,
+        "address": f"{segment.host}:{segment.handshake_port}" if segment.host else None,
+        "hostname": record and record.hostname,
+        "pid": record and record.pid,
+        "epoch": record and record.epoch,
+        "deployment": record and record.deployment,
+        "api_url": record and record.api_url,
+        "buffers": len(segment.buffers),
+        "published_at": segment.published_at,
+        "age_s": None if record is None else round(max(0.0, time.time() - record.refreshed_at), 1),
+        "state": liveness.status,
+        "why": liveness.reason,
+        "keys": [entry.key for entry in segment.entries],
+    }
+
+
+def _print_table(segments: list[Segment], verdicts: dict[str, Liveness]) -> None:
+    rows: list[tuple[str, ...]] = [COLUMNS]
+    for segment in segments:
+        fields = _row(segment, verdicts[segment.name])
+        fields["age"] = None if fields["age_s"] is None else _age(fields["age_s"])
+        texts = [fields[name] for name in ("role", "rank", "protocol", "address", "age", "state", "why")]
+        rows.append((_printable(segment.name), *("-" if text is None else _printable(str(text)) for text in texts)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) - 1)]
+    colours = {"alive": "green", "stale": "red", "unsure": "yellow"}
+    for row in rows:
+        cells = [text.ljust(width) for text, width in zip(row, widths)]
+        cells[6] = click.style(cells[6], fg=colours.get(row[6]))
+        click.echo("  ".join([*cells, row[7]]), color=_colour())
+
+
+def _colour() -> bool | None:
+    import os
+
+    return False if os.environ.get("NO_COLOR") else None
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def _printable(text: str) -> str:
+    # a key may hold line breaks or terminal codes
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+@click.command()
+@click.argument("source")
+@click.argument("key", shell_complete=complete_key)
+@token_option
+def get(source: str, key: str, token_file: str | None) -> None:
+    """Print the value of a key; exit code 1 when there is none.
+
+    \b
+    Example:
+      mooncake-v0 metadata get mooncake.json mooncake/ram/10.0.0.7:13003
+    """
+    with opened(source, token_file) as store:
+        value = store.get(key)
+    if value is None:
+        click.echo(f"no key {key!r}", err=True)
+        sys.exit(1)
+    click.echo(value, nl=sys.stdout.isatty() and not value.endswith(b"\n"))
+
+
+@click.command()
+@source_argument
+@click.option("--prefix", default="mooncake", show_default=True, help="Show changes of keys that begin so.")
+@click.option("--for", "duration_s", type=click.FloatRange(min=0), metavar="S", help="End after S seconds.")
+@token_option
+@format_option
+def watch(source: str, prefix: str, duration_s: float | None, token_file: str | None, output: str) -> None:
+    """Print changes as they happen, until Ctrl-C.
+
+    \b
+    Example:
+      mooncake-v0 metadata watch etcd://10.0.0.9:2379 --format json
+    """
+    deadline = None if duration_s is None else time.monotonic() + duration_s
+    with opened(source, token_file) as store:
+        changes = store.watch(prefix)
+        while deadline is None or time.monotonic() < deadline:
+            left_s = RETRY_S if deadline is None else min(RETRY_S, max(0.0, deadline - time.monotonic()))
+            try:
+                change = changes.next(left_s)
+            except StoreUnavailableError as error:
+                click.echo(f"{error.what}; trying again", err=True)
+                time.sleep(left_s)
+                changes = store.watch(prefix)
+                continue
+            if change is not None:
+                _print_change(change.kind, change.key, change.value, output)
+        changes.close()
+
+
+def _print_change(kind: str, key: str, value: bytes | None, output: str) -> None:
+    from mooncake_v0.metadata.http_store import change_row
+    from mooncake_v0.metadata.store import Change
+
+    if output == "json":
+        click.echo(json.dumps(change_row(Change(kind, key, value))))
+    else:
+        text = "" if value is None else " " + _printable(value.decode("utf-8", "backslashreplace").strip())
+        click.echo(f"{time.strftime('%H:%M:%S')} {kind:6} {_printable(key)}{text}")
+
+
+@click.command()
+@source_argument
+@token_option
+@format_option
+def check(source: str, token_file: str | None, output: str) -> None:
+    """Find and explain what is wrong in the store.
+
+    Exit code 0: nothing; 1: findings; 2: the store could not be read. Loopback addresses
+    alone are a note and do not change the exit code.
+
+    \b
+    Example:
+      mooncake-v0 metadata check mooncake.json
+    """
+    from mooncake_v0.metadata.check import check_segments
+    from mooncake_v0.metadata.liveness import judge_segments
+    from mooncake_v0.metadata.prune import read_segments
+
+    with opened(source, token_file) as store:
+        segments = read_segments(store)
+    findings = check_segments(segments, judge_segments(segments))
+    if output == "json":
+        click.echo(json.dumps({"segments": len(segments), "findings": [f.as_dict() for f in findings]}, indent=2))
+    else:
+        colours = {"error": "red", "warning": "yellow"}
+        for finding in findings:
+            severity = click.style(finding.severity, fg=colours.get(finding.severity))
+            where = _printable(finding.where)
+            click.echo(f"{where}: {severity}: {finding.what} [{finding.rule}]", color=_colour())
+            click.echo(f"  fix: {finding.fix}")
+        click.echo(f"{len(segments)} segments, {len(findings)} findings")
+    sys.exit(1 if any(finding.severity != INFO for finding in findings) else 0)
+
+
+@click.command()
+@source_argument
+@click.option("--prefix", multiple=True, metavar="TEXT", help="Only keys that begin so; by default all of ours.")
+@click.option("--output", "-o", "file", type=click.File("w"), default="-", help="File; standard output by default.")
+@token_option
+def export(source: str, prefix: tuple[str, ...], file: Any, token_file: str | None) -> None:
+    """Write the keys as JSON lines, for `metadata import` or to look at.
+
+    \b
+    Example:
+      mooncake-v0 metadata export mooncake.json -o before.jsonl
+    """
+    from mooncake_v0.metadata.archive import export_lines
+    from mooncake_v0.metadata.segments import OUR_PREFIXES
+
+    with opened(source, token_file) as store:
+        entries = [entry for wanted in prefix or OUR_PREFIXES for entry in store.list(wanted)]
+    for line in export_lines(entries):
+        click.echo(line, file=file)
+    click.echo(f"{len(entries)} keys", err=True)
