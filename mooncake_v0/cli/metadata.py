@@ -43,7 +43,7 @@ def metadata() -> None:
     "ttl_s",
     type=click.FloatRange(min=1),
     metavar="S",
-    help="Keys vanish S seconds after a PUT; a stock engine never puts again.",
+    help="Keys vanish S seconds after a PUT.",
 )
 @click.option("--stale-reads", is_flag=True, help="While the store is down, answer GETs from memory.")
 @click.option(
@@ -74,7 +74,8 @@ def serve(
 
     The first line of output is the URL for metadata_server in mooncake.json. With
     a token, write it as http://any:TOKEN@HOST:PORT/metadata; the engine sends no
-    other kind of login. GET /health and /metrics are there for probes.
+    other kind of login. --ttl needs agents that publish again, as this package's
+    do; a stock engine never does. GET /health and /metrics are there for probes.
     """
     import asyncio
     import logging

@@ -95,8 +95,9 @@ def prune(
         if output == "text":
             _print_candidates(candidates)
         is_asked = bool(candidates) and not dry_run and not yes
-        if is_asked and not click.confirm(f"remove these {len(candidates)} segments?", err=True):
-            raise click.Abort
+        if is_asked and not click.confirm(f"remove the keys of {len(candidates)} dead segments?", err=True):
+            click.echo("nothing removed", err=True)
+            sys.exit(1)
         removed = [] if dry_run else [key for candidate in candidates for key in remove(store, candidate)]
     if output == "json":
         rows = [{"name": c.segment.name, "why": c.liveness.reason} for c in candidates]

@@ -84,7 +84,7 @@ def complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) ->
         return []
     try:
         store = open_store(store_url(source), timeout_s=COMPLETION_TIMEOUT_S)
-        keys = [entry.key for entry in store.list(incomplete)]
+        keys = [entry.key for entry in store.list(incomplete) if entry.key.isprintable()]
         store.close()
     except MooncakeV0Error:
         return []  # a shell's completion has nowhere to show an error

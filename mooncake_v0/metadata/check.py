@@ -50,7 +50,7 @@ def half_published(segment: Segment) -> Iterator[Diagnostic]:
                 "metadata-half-published",
                 ERROR,
                 segment.name,
-                f"{prefix}… exists but {other}… does not",
+                f"{prefix}NAME exists but {other}NAME does not",
                 "restart that instance; its other key was removed or never written",
             )
 

@@ -38,6 +38,7 @@ GRACE_S = 2.0
 BACKLOG = 4096
 WATCH_SIGN_OF_LIFE_S = 15.0
 READ_BODY_TIMEOUT_S = 10.0
+FIRST_REQUEST_S = 20.0
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 10.0
 
@@ -48,6 +49,7 @@ class GatewayOptions:
 
     default_ttl_s: keys put without a ttl of their own vanish after this long, None never
     stale_reads:   answer gets from memory while the store is down
+    first_request_s: a connection without a complete request head by then is closed
     """
 
     host: str = "127.0.0.1"
@@ -55,6 +57,7 @@ class GatewayOptions:
     access: Access = field(default_factory=Access)
     default_ttl_s: float | None = None
     stale_reads: bool = False
+    first_request_s: float = FIRST_REQUEST_S
 
 
 class Gateway:
@@ -69,23 +72,23 @@ class Gateway:
             self._runner, access=options.access, metrics=self._metrics, default_ttl_s=options.default_ttl_s
         )
         self._server = web.Server(self._handle, access_log=None, tcp_keepalive=True)
-        self._web_runner = web.ServerRunner(self._server, shutdown_timeout=GRACE_S)
+        self._silent: dict[object, asyncio.TimerHandle] = {}
+        self._listener: asyncio.AbstractServer | None = None
         self.port = options.port
 
     async def start(self) -> None:
         """Bind and listen. Raises MetadataError when the address cannot be bound."""
         options = self._options
-        await self._web_runner.setup()
-        site = web.TCPSite(self._web_runner, options.host, options.port, backlog=BACKLOG)
+        loop = asyncio.get_running_loop()
         try:
-            await site.start()
+            self._listener = await loop.create_server(self._connection, options.host, options.port, backlog=BACKLOG)
         except (OSError, OverflowError) as error:
             await self.stop()
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise MetadataError(
                 f"cannot listen on {options.host}:{options.port}: {reason}", fix="choose another --host or --port, or 0"
             ) from error
-        self.port = self._web_runner.addresses[0][1]
+        self.port = self._listener.sockets[0].getsockname()[1]
 
     @property
     def url(self) -> str:
@@ -93,12 +96,32 @@ class Gateway:
         return f"http://{host}:{self.port}/metadata"
 
     async def stop(self) -> None:
+        """Finish what was asked, then close the connections and the store."""
+        if self._listener is not None:
+            self._listener.close()
         self._hub.close()
-        await self._web_runner.cleanup()
+        self._server.pre_shutdown()
+        await self._server.shutdown(GRACE_S)
+        for timer in self._silent.values():
+            timer.cancel()
         await self._runner.close()
+
+    def _connection(self) -> asyncio.Protocol:
+        """The protocol object of a new connection, closed when its first request does not come in time."""
+        connection = self._server()
+        loop = asyncio.get_running_loop()
+        self._silent[connection] = loop.call_later(self._options.first_request_s, self._close_silent, connection)
+        return connection
+
+    def _close_silent(self, connection: web.RequestHandler) -> None:
+        self._silent.pop(connection, None)
+        connection.force_close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         started = time.perf_counter()
+        timer = self._silent.pop(request.protocol, None)
+        if timer is not None:
+            timer.cancel()
         reply = await self._read_and_answer(request)
         if reply.watch_prefix is not None:
             return await self._stream(request, reply.watch_prefix)

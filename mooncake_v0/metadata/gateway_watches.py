@@ -57,7 +57,7 @@ class _SharedWatch:
                 if change is not None:
                     self._loop.call_soon_threadsafe(self._hand_out, change)
         except MooncakeV0Error as error:
-            self._loop.call_soon_threadsafe(self._is_lost, error)
+            self._loop.call_soon_threadsafe(self.end, error)
         except RuntimeError:
             pass  # the loop has closed: the gateway ended while this thread waited
         finally:
@@ -72,7 +72,8 @@ class _SharedWatch:
         for listener in self.listeners:
             listener.offer(change)
 
-    def _is_lost(self, error: MooncakeV0Error) -> None:
+    def end(self, error: MooncakeV0Error) -> None:
+        """Tell the listeners that the watch is over, and why."""
         self.stop.set()
         if not self.begun.done():
             self.begun.set_exception(error)
@@ -113,6 +114,7 @@ class WatchHub:
             del self._shared[subscription.prefix]
 
     def close(self) -> None:
+        """End every watch; its clients are told."""
         for shared in self._shared.values():
-            shared.stop.set()
+            shared.end(MetadataError("the gateway stops", fix="watch again later"))
         self._shared.clear()
