@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MODELS_EVERY_S = 30.0
 PROOF_TIMEOUT_S = 10.0
+PROOF_READ_BYTES = 65536
 
 
 class Prober:
@@ -124,7 +125,7 @@ class Prober:
         url = URL(self.instance.url + "/v1/completions", encoded=True)
         try:
             async with self.session.post(url, json=body, headers=self.headers, timeout=timeout) as response:
-                await response.read()
+                await response.content.read(PROOF_READ_BYTES)
                 # a refusal is an answer of the API server, not of the engine
                 return response.status == 200 or response.status in (401, 403, 404)
         except EXCHANGE_ERRORS:

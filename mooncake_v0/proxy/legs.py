@@ -10,6 +10,7 @@ any status is a result; only what is no answer at all is a LegError, with a kind
 from __future__ import annotations
 
 import asyncio
+import io
 import ssl
 from dataclasses import dataclass
 from typing import Sequence
@@ -26,6 +27,7 @@ from mooncake_v0.proxy.settings import Timeouts
 KEEP_ALIVE_S = 4.0
 PREFILL_ANSWER_LIMIT_BYTES = 16 * 1024 * 1024
 READ_BUFFER_BYTES = 2**16
+WHOLE_WRITE_BYTES = 2**20
 
 
 class LegError(Exception):
@@ -69,6 +71,13 @@ EXCHANGE_ERRORS = (
 )
 
 
+def _payload(body: bytes) -> bytes | io.BytesIO | None:
+    """The body as the client library wants it: a large one in pieces, between which the event loop runs."""
+    if len(body) > WHOLE_WRITE_BYTES:
+        return io.BytesIO(body)
+    return body or None
+
+
 class Upstream:
     """The HTTP clients of one proxy."""
 
@@ -109,7 +118,7 @@ class Upstream:
         url = URL(instance.url + path, encoded=True)
         try:
             async with self.requests.request(
-                method, url, data=body or None, headers=headers, allow_redirects=False
+                method, url, data=_payload(body), headers=headers, allow_redirects=False
             ) as response:
                 content = await response.content.read(PREFILL_ANSWER_LIMIT_BYTES)
                 while not response.content.at_eof() and len(content) < PREFILL_ANSWER_LIMIT_BYTES:
@@ -124,7 +133,7 @@ class Upstream:
         """POST the client's bytes; returns when the response's headers are there. The caller closes it."""
         try:
             return await self.requests.post(
-                URL(instance.url + target, encoded=True), data=body, headers=headers, allow_redirects=False
+                URL(instance.url + target, encoded=True), data=_payload(body), headers=headers, allow_redirects=False
             )
         except EXCHANGE_ERRORS as error:
             raise leg_error(instance, error) from error
