@@ -18,8 +18,14 @@ from mooncake_v0.errors import CouldNotCheckError, MooncakeV0Error
 
 # name -> (module, attribute, one line for the list of commands)
 COMMANDS: dict[str, tuple[str, str, str]] = {
+    "demo": ("mooncake_v0.cli.demo", "demo", "Run a whole pair on this host, ask it, show what moved."),
     "metadata": ("mooncake_v0.cli.metadata", "metadata", "Serve, inspect and clean the metadata store."),
     "proxy": ("mooncake_v0.cli.proxy", "proxy", "Serve the OpenAI API in front of prefill and decode instances."),
+    "explain": ("mooncake_v0.cli.explain", "explain", "Explain a finding by its name, or list all."),
+    "ports": ("mooncake_v0.cli.ports", "ports", "Show every port of a pair and its firewall rules."),
+    "schema": ("mooncake_v0.cli.schema", "schema", "Print the JSON Schema of mooncake.json."),
+    "size": ("mooncake_v0.cli.size", "size", "Compute kv_buffer_size for a model and its prompts."),
+    "validate": ("mooncake_v0.cli.validate", "validate", "Check mooncake.json, launch commands and the host."),
 }
 
 

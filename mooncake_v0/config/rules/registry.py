@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Generic, Iterator, Mapping, TypeVar
 
 from mooncake_v0.config.addresses import MetadataAddress, parse_endpoint, parse_metadata
 from mooncake_v0.config.model import MAX_RANKS, ROLES, Endpoint, Role, final_endpoints
@@ -129,6 +129,7 @@ class Rule:
     explanation: str
     check: Check | None
     syntax: bool = False
+    module: str = ""
 
     @property
     def summary(self) -> str:
@@ -144,7 +145,9 @@ def rule(severity: str, *, syntax: bool = False) -> Callable[[Check], Check]:
     def register(check: Check) -> Check:
         name = check.__name__.replace("_", "-")
         assert name not in RULES, f"two rules are named {name}"
-        RULES[name] = Rule(name, severity, inspect.cleandoc(check.__doc__ or ""), check, syntax)
+        RULES[name] = Rule(
+            name, severity, inspect.cleandoc(check.__doc__ or ""), check, syntax, _short(check.__module__)
+        )
         return check
 
     return register
@@ -154,7 +157,37 @@ def where(path: Path) -> str:
     return render_path(path)
 
 
-def explain_only(name: str, severity: str, explanation: str) -> None:
+def _short(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def explain_only(name: str, severity: str, explanation: str, module: str = "") -> None:
     """Register a name that is reported elsewhere than by a rule about one file, so that `explain` knows it."""
     assert name not in RULES, f"two rules are named {name}"
-    RULES[name] = Rule(name, severity, inspect.cleandoc(explanation), None)
+    RULES[name] = Rule(name, severity, inspect.cleandoc(explanation), None, module=_short(module))
+
+
+S = TypeVar("S")
+
+
+class Checks(Generic[S]):
+    """Rules about something else than one mooncake.json: an option, a launch command, a host. In order of definition."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[Rule, Callable[[S], Iterator[Finding]]]] = []
+
+    def rule(self, severity: str) -> Callable[[Callable[[S], Iterator[Finding]]], Callable[[S], Iterator[Finding]]]:
+        """Register a function as such a rule; `explain` knows it too."""
+
+        def register(check: Callable[[S], Iterator[Finding]]) -> Callable[[S], Iterator[Finding]]:
+            name = check.__name__.replace("_", "-")
+            explain_only(name, severity, check.__doc__ or "", check.__module__)
+            self.items.append((RULES[name], check))
+            return check
+
+        return register
+
+    def run(self, subject: S) -> Iterator[tuple[Rule, Finding]]:
+        for known, check in self.items:
+            for finding in check(subject):
+                yield known, finding
