@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "kv": {"errors", "transfer"},
     "bench": {"errors", "transfer", "kv", "config", "metadata"},
     "vllm_plugin": {"errors", "config", "metadata", "transfer", "kv"},
-    "pin": {"errors"},
+    "pin": {"errors", "config", "transfer"},
     "cli": {"errors", "config", "metadata", "proxy", "migrate", "doctor", "bench", "pin", "transfer"},
     "__main__": {"cli"},
 }

@@ -40,7 +40,8 @@ setup(
     package_data={"vllm": ["py.typed", "model_executor/layers/fused_moe/configs/*.json"]},
     entry_points={"console_scripts": ["vllm=vllm.scripts:main"]},
     ext_modules=[CppExtension(
-        "vllm._C", [f"csrc/cpu/{name}.cpp" for name in sources], include_dirs=[str(pathlib.Path("csrc").resolve())], libraries=["numa"],
+        "vllm._C", [f"csrc/cpu/{name}.cpp" for name in sources],
+        include_dirs=[str(pathlib.Path("csrc").resolve())], libraries=["numa"],
         extra_compile_args=["-O3", "-g0", "-fopenmp", "-mf16c", "-mavx2", "-mfma", "-DVLLM_CPU_EXTENSION"],
         py_limited_api=True)],
     cmdclass={"build_ext": BuildExtension},

@@ -25,6 +25,7 @@ from typing import Iterator, Sequence, TypeVar
 from mooncake_v0.errors import AgentUnavailableError
 from mooncake_v0.transfer.agent_settings import AgentSettings
 from mooncake_v0.transfer.engine import check_engine_version, engine_environment
+from mooncake_v0.transfer.engine_thread import STARTING
 from mooncake_v0.transfer.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -73,6 +74,16 @@ class AgentClient:
 
     def start(self) -> None:
         self._supervisor.start()
+
+    def wait_started(self, timeout_s: float) -> None:
+        """Until the agent runs and its engine has started or failed, so that the first request can be transferred."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            if self.running:
+                with contextlib.suppress(AgentUnavailableError):
+                    if self.status().engine != STARTING:
+                        return
+            self._closing.wait(_WATCH_S)
 
     @property
     def running(self) -> bool:

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _BROADCAST_KEY = "mooncake_v0_plan"
 DEFAULT_WAIT_S = 2.0
+_AGENT_START_S = 10.0
 DEFAULT_TTL_S = 480.0  # as V1's VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
 
 
@@ -124,6 +125,7 @@ class WorkerTransfer:
         )
         self._make_connector(self.client, layout, model_config)
         self.client.start()
+        self.client.wait_started(_AGENT_START_S)
         atexit.register(self.client.close)
 
     def _make_connector(self, client: AgentClient, layout: KVLayout, model_config: Any) -> None:
