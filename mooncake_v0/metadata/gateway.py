@@ -99,7 +99,7 @@ class Gateway:
         """Finish what was asked, then close the connections and the store."""
         if self._listener is not None:
             self._listener.close()
-        self._hub.close()
+        await self._hub.close()
         self._server.pre_shutdown()
         await self._server.shutdown(GRACE_S)
         for timer in self._silent.values():
@@ -206,9 +206,9 @@ class GatewayThread:
     """
 
     def __init__(
-        self, url: str, masked_url: str, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, thread: threading.Thread
+        self, masked_url: str, loop: asyncio.AbstractEventLoop, stop: asyncio.Event, thread: threading.Thread
     ) -> None:
-        self.url = url
+        self.url = masked_url
         self.masked_url = masked_url
         self._loop = loop
         self._stop = stop
@@ -245,13 +245,19 @@ def start_gateway_thread(
     options = GatewayOptions(
         host, port, access=token_access(token) if is_private else Access(), stale_reads=stale_reads
     )
-    store = open_store(store_url, timeout_s=timeout_s)
+    gateway = gateway_in_thread(open_store(store_url, timeout_s=timeout_s), options)
+    if is_private:
+        gateway.url = gateway.masked_url.replace("://", f"://agent:{token}@", 1)
+    return gateway
+
+
+def gateway_in_thread(store: MetadataStore, options: GatewayOptions) -> GatewayThread:
+    """Run a gateway in a thread and return when it listens; it closes the store at its end."""
     started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
     thread = threading.Thread(target=_run_thread, args=(store, options, started), name="metadata-gateway", daemon=True)
     thread.start()
     url, loop, stop = started.result(START_TIMEOUT_S)
-    private_url = url.replace("://", f"://agent:{token}@", 1) if is_private else url
-    return GatewayThread(private_url, url, loop, stop, thread)
+    return GatewayThread(url, loop, stop, thread)
 
 
 def _run_thread(

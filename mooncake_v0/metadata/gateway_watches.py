@@ -7,8 +7,9 @@ last one ends it. When the store's watch is lost the clients are told (their str
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from typing import Union
+from typing import Callable, Union
 
 from mooncake_v0.errors import MetadataError, MooncakeV0Error
 from mooncake_v0.metadata.store import Change, MetadataStore
@@ -45,24 +46,27 @@ class _SharedWatch:
         self._prefix = prefix
         self._loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[None] = self._loop.create_future()
-        threading.Thread(target=self._read, name="watch-hub", daemon=True).start()
+        self.thread = threading.Thread(target=self._read, name="watch-hub", daemon=True)
+        self.thread.start()
 
     def _read(self) -> None:
         watch = None
         try:
             watch = self._store.watch(self._prefix)
-            self._loop.call_soon_threadsafe(self._has_begun)
+            self._in_loop(self._has_begun)
             while not self.stop.is_set():
                 change = watch.next(TURN_S)
                 if change is not None:
-                    self._loop.call_soon_threadsafe(self._hand_out, change)
+                    self._in_loop(self._hand_out, change)
         except MooncakeV0Error as error:
-            self._loop.call_soon_threadsafe(self.end, error)
-        except RuntimeError:
-            pass  # the loop has closed: the gateway ended while this thread waited
+            self._in_loop(self.end, error)
         finally:
             if watch is not None:
                 watch.close()
+
+    def _in_loop(self, call: Callable[..., None], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: the gateway ended while this thread waited
+            self._loop.call_soon_threadsafe(call, *arguments)
 
     def _has_begun(self) -> None:
         if not self.begun.done():
@@ -113,8 +117,11 @@ class WatchHub:
             shared.stop.set()
             del self._shared[subscription.prefix]
 
-    def close(self) -> None:
-        """End every watch; its clients are told."""
-        for shared in self._shared.values():
-            shared.end(MetadataError("the gateway stops", fix="watch again later"))
+    async def close(self) -> None:
+        """End every watch; its clients are told. The store may be closed afterwards."""
+        ended = list(self._shared.values())
         self._shared.clear()
+        for shared in ended:
+            shared.end(MetadataError("the gateway stops", fix="watch again later"))
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(None, shared.thread.join, 2 * TURN_S) for shared in ended))

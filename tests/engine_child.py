@@ -1,0 +1,88 @@
+"""The pinned engine in a process of its own, driven by JSON lines: the client of the metadata tests.
+
+python -m tests.engine_child   one request a line on standard input, one answer a line on standard output
+{"do": "initialize", "name": …, "metadata": …}   {"do": "register", "size": n, "fill": byte}
+{"do": "unregister"}   {"do": "read", "name": …, "address": n, "size": n}   {"do": "exit"}
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+
+class Engine:
+    """The parent's handle on a child."""
+
+    def __init__(self) -> None:
+        env = {**os.environ, "MC_LEGACY_RPC_PORT_BINDING": "1", "MC_LOG_LEVEL": "ERROR", "MC_TRANSFER_TIMEOUT": "5"}
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
+            env.pop(name, None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine_child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=env,
+        )
+
+    def ask(self, do: str, **fields: object) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the engine's process ended with {self.process.wait(10)} during {do}"
+        return json.loads(line)["answer"]
+
+    def leave(self) -> int:
+        """End as a program ends: the engine's destructor runs."""
+        if self.process.poll() is None:
+            self.ask("exit")
+        return self.process.wait(20)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+def main() -> None:
+    from mooncake.engine import TransferEngine
+
+    # the engine's library may write to standard output
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine = TransferEngine()
+    regions: list[ctypes.Array[ctypes.c_char]] = []
+    for line in sys.stdin:
+        request = json.loads(line)
+        out.write(json.dumps({"answer": answer(engine, regions, request)}) + "\n")
+        out.flush()
+        if request["do"] == "exit":
+            break
+    del engine
+
+
+def answer(engine: Any, regions: list[Any], request: dict[str, Any]) -> object:
+    do = request["do"]
+    if do == "initialize":
+        return engine.initialize(request["name"], request["metadata"], "tcp", "")
+    if do == "register":
+        region = (ctypes.c_char * request["size"]).from_buffer(bytearray([request["fill"]]) * request["size"])
+        regions.append(region)
+        return [engine.register_memory(ctypes.addressof(region), request["size"]), ctypes.addressof(region)]
+    if do == "unregister":
+        return engine.unregister_memory(ctypes.addressof(regions[-1]))
+    if do == "read":
+        target = ctypes.create_string_buffer(request["size"])
+        code = engine.transfer_sync_read(request["name"], ctypes.addressof(target), request["address"], request["size"])
+        return [code, target.raw.hex()]
+    return None
+
+
+if __name__ == "__main__":
+    main()
