@@ -20,6 +20,7 @@ from mooncake_v0.errors import CouldNotCheckError, MooncakeV0Error
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "demo": ("mooncake_v0.cli.demo", "demo", "Run a whole pair on this host, ask it, show what moved."),
     "metadata": ("mooncake_v0.cli.metadata", "metadata", "Serve, inspect and clean the metadata store."),
+    "migrate": ("mooncake_v0.cli.migrate", "migrate", "Report what it takes to move a V0 deployment to vLLM V1."),
     "proxy": ("mooncake_v0.cli.proxy", "proxy", "Serve the OpenAI API in front of prefill and decode instances."),
     "explain": ("mooncake_v0.cli.explain", "explain", "Explain a finding by its name, or list all."),
     "ports": ("mooncake_v0.cli.ports", "ports", "Show every port of a pair and its firewall rules."),

@@ -15,16 +15,67 @@ from typing import Callable, Mapping, Sequence
 from mooncake_v0.migrate.docker import parse_docker_run
 from mooncake_v0.migrate.records import Found, Invocation, Place, Shape
 
-WRAPPERS = frozenset(
-    "env nohup exec sudo time nice ionice stdbuf setsid numactl taskset timeout srun mpirun mpiexec chrt command conda "
-    "poetry uv tini dumb-init unbuffer xargs eval systemd-run torchrun catchsegv sg su runuser gosu".split()
-)
 SHELLS = frozenset(["bash", "sh", "dash", "zsh", "ash"])
 SERVERS = frozenset(["etcd", "redis-server", "mooncake-v0", "mooncake_master"])
 PASSED_OVER = frozenset(
-    "echo printf mkdir rm cp mv ls cat sleep kill pkill killall trap exit return export unset wait tail tee curl wget test "
-    "[ [[ true false ulimit module scp rsync git chmod chown grep sed awk which hash read shift local cd pushd popd set "
-    "kubectl helm systemctl journalctl supervisorctl docker-compose python-config nvidia-smi ibv_devinfo sbatch".split()
+    [
+        "echo",
+        "printf",
+        "mkdir",
+        "rm",
+        "cp",
+        "mv",
+        "ls",
+        "cat",
+        "sleep",
+        "kill",
+        "pkill",
+        "killall",
+        "trap",
+        "exit",
+        "return",
+        "export",
+        "unset",
+        "wait",
+        "tail",
+        "tee",
+        "curl",
+        "wget",
+        "test",
+        "[",
+        "[[",
+        "true",
+        "false",
+        "ulimit",
+        "module",
+        "scp",
+        "rsync",
+        "git",
+        "chmod",
+        "chown",
+        "grep",
+        "sed",
+        "awk",
+        "which",
+        "hash",
+        "read",
+        "shift",
+        "local",
+        "cd",
+        "pushd",
+        "popd",
+        "set",
+        "kubectl",
+        "helm",
+        "systemctl",
+        "journalctl",
+        "supervisorctl",
+        "docker-compose",
+        "python-config",
+        "nvidia-smi",
+        "ibv_devinfo",
+        "sbatch",
+    ]
 )
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
@@ -88,9 +139,7 @@ def read_command(
         found.invocations.append(_invocation(target, environment, place, scene))
 
 
-def _invocation(
-    argv: Sequence[str], environment: Sequence[tuple[str, str]], place: Place, scene: Scene
-) -> Invocation:
+def _invocation(argv: Sequence[str], environment: Sequence[tuple[str, str]], place: Place, scene: Scene) -> Invocation:
     return Invocation(
         argv=tuple(argv),
         env=tuple(dict(environment).items()),
@@ -164,7 +213,31 @@ def _wrapper_facts(words: Sequence[str], scene: Scene) -> tuple[list[tuple[str, 
 
 
 def _ssh(words: Sequence[str], place: Place, scene: Scene, nested: Nested) -> None:
-    takes_value = set("-p -i -l -o -F -J -L -R -D -b -c -e -m -S -W -w -B -E -I -O -Q".split())
+    takes_value = set(
+        [
+            "-p",
+            "-i",
+            "-l",
+            "-o",
+            "-F",
+            "-J",
+            "-L",
+            "-R",
+            "-D",
+            "-b",
+            "-c",
+            "-e",
+            "-m",
+            "-S",
+            "-W",
+            "-w",
+            "-B",
+            "-E",
+            "-I",
+            "-O",
+            "-Q",
+        ]
+    )
     index = 1
     while index < len(words) and words[index].startswith("-"):
         index += 2 if words[index] in takes_value else 1
@@ -220,6 +293,9 @@ def container_command(
     words = [*entrypoint, *arguments]
     if not entrypoint and (not words or words[0].startswith("-")) and is_vllm_image(scene.image):
         words = ["python3", "-m", "vllm.entrypoints.openai.api_server", *words]
+    server = re.match(r"(etcd|redis)(?![a-z])", scene.image.rpartition("/")[2])
+    if server and not entrypoint and (not words or words[0].startswith("-")):
+        words = [{"redis": "redis-server"}.get(server[1], server[1]), *words]
     if entrypoint and basename(entrypoint[-1]) in SHELLS and arguments and not arguments[0].startswith("-"):
         words = [*entrypoint, "-c", *arguments]
     if words:

@@ -26,17 +26,19 @@ def read_compose(
     """Every service becomes an invocation, if it starts something we know."""
     dotenv = lookup(".env")
     variables = dict(parse_env_file(dotenv.text)) if dotenv else {}
+    top = {key: value for key, value in document.items() if key in ("networks", "volumes", "secrets", "configs")}
     for name, service in document["services"].items():
         if not isinstance(service, dict):
             found.note(Place(file), f"service {name}", "is not a mapping")
             continue
         place = Place(file, lines.get(id(service), 0))
-        _service(str(name), service, place, found, variables, lookup, nested)
+        _service(str(name), service, top, place, found, variables, lookup, nested)
 
 
 def _service(
     name: str,
     service: Mapping[str, Any],
+    top: Mapping[str, Any],
     place: Place,
     found: Found,
     variables: Mapping[str, str],
@@ -48,7 +50,7 @@ def _service(
 
     environment = _environment(service, interpolated, place, found, lookup)
     scene = Scene(
-        shape=Shape("compose", {"name": name, "service": service}),
+        shape=Shape("compose", {"name": name, "service": service, "top": top}),
         name=name,
         host=interpolated(service.get("hostname")),
         image=interpolated(service.get("image")),
@@ -102,7 +104,9 @@ def _environment(
             pairs += parse_env_file(file.text)
     environment = service.get("environment") or {}
     if isinstance(environment, dict):
-        pairs += [(str(key), f"${{{key}}}" if value is None else interpolated(value)) for key, value in environment.items()]
+        pairs += [
+            (str(key), f"${{{key}}}" if value is None else interpolated(value)) for key, value in environment.items()
+        ]
     else:
         for item in _items(environment):
             key, equals, value = interpolated(item).partition("=")

@@ -8,8 +8,28 @@ from typing import Mapping, Sequence
 
 # options of docker run that stand alone; every other option takes a value
 _ALONE = frozenset(
-    "-d --detach -i --interactive -t --tty --rm --init --privileged --read-only -P --publish-all --no-healthcheck "
-    "--oom-kill-disable --sig-proxy -q --quiet --disable-content-trust --replace --tls-verify".split()
+    [
+        "-d",
+        "--detach",
+        "-i",
+        "--interactive",
+        "-t",
+        "--tty",
+        "--rm",
+        "--init",
+        "--privileged",
+        "--read-only",
+        "-P",
+        "--publish-all",
+        "--no-healthcheck",
+        "--oom-kill-disable",
+        "--sig-proxy",
+        "-q",
+        "--quiet",
+        "--disable-content-trust",
+        "--replace",
+        "--tls-verify",
+    ]
 )
 _SHORT_ALONE = set("ditPq")
 

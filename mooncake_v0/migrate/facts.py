@@ -79,7 +79,7 @@ _ALIASES = {
 }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def table(name: str) -> tuple[Fact, ...]:
     """All rows of one table, in file order."""
     path = resources.files("mooncake_v0.migrate").joinpath("data", f"{name}.csv")
@@ -102,7 +102,7 @@ def find(name: str, table_name: str | None = None) -> list[Fact]:
     return [fact for fact in rows if fact.name.lower() == name.lower()]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def by_name(table_name: str) -> dict[str, Fact]:
     return {fact.name: fact for fact in table(table_name)}
 

@@ -19,6 +19,7 @@ from mooncake_v0.migrate.document import load_all
 from mooncake_v0.migrate.env_files import looks_like_env_file
 from mooncake_v0.migrate.json_values import parse_mooncake_json
 from mooncake_v0.migrate.kubernetes import is_manifest, read_manifests
+from mooncake_v0.migrate.lookup import find_file
 from mooncake_v0.migrate.python_scripts import note_python, parse_proxy
 from mooncake_v0.migrate.records import Found, Place, Shape, TextFile
 from mooncake_v0.migrate.secrets import Secrets
@@ -49,7 +50,9 @@ def collect(paths: Iterable[str], stdin: str = "") -> tuple[list[TextFile], Foun
             if text is not None:
                 files.append(TextFile(member.as_posix(), text, Place(member.as_posix())))
     if len(files) > MAX_FILES:
-        raise CouldNotCheckError(f"{len(files)} files are more than {MAX_FILES}", fix="give the deployment's own folder")
+        raise CouldNotCheckError(
+            f"{len(files)} files are more than {MAX_FILES}", fix="give the deployment's own folder"
+        )
     return files, found
 
 
@@ -101,14 +104,8 @@ class Files:
         return len(found.invocations), len(found.files), len(found.unread), len(found.versions), len(found.services)
 
     def lookup(self, file: TextFile, written: str) -> TextFile | None:
-        """A file that another one names: by its path beside it, else by its own name if only one has it."""
-        folder = file.path.rpartition("/")[0]
-        known = {item.path: item for item in [*self.files, *self.found.files]}
-        for path in (written, f"{folder}/{written.removeprefix('./')}" if folder else written.removeprefix("./")):
-            if path in known:
-                return known[path]
-        named = [item for path, item in known.items() if path.rpartition("/")[2] == written.rpartition("/")[2]]
-        return named[0] if len(named) == 1 else None
+        """A file that another one names."""
+        return find_file([*self.files, *self.found.files], written, file.path)
 
     def nested(self, file: TextFile) -> Nested:
         def read(text: str, place: Place, scene: Scene) -> None:
@@ -166,7 +163,9 @@ class Files:
 
     def _yaml(self, file: TextFile) -> None:
         if "{{" in file.text and re.search(r"\{\{-?\s*[.$(\w]", file.text):
-            self.found.note(file.place, file.path, "a Helm template: render it first (helm template), then give the output")
+            self.found.note(
+                file.place, file.path, "a Helm template: render it first (helm template), then give the output"
+            )
             return
         if len(re.findall(r"(?m)[\s\[,]\*[A-Za-z]", file.text)) > MAX_ALIASES:
             self.found.note(file.place, file.path, f"more than {MAX_ALIASES} YAML aliases; not read")

@@ -67,11 +67,15 @@ def _scalar(text: str) -> Any:
 
 
 def compact(value: Any) -> str:
-    """JSON as on a command line: no spaces, keys in the order given."""
+    """JSON as on a command line: no spaces, keys in the order given; 2e9 as 2000000000."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-MOONCAKE_KEYS = frozenset("prefill_url decode_url metadata_server metadata_backend protocol device_name".split())
+MOONCAKE_KEYS = frozenset(
+    ["prefill_url", "decode_url", "metadata_server", "metadata_backend", "protocol", "device_name"]
+)
 
 
 def parse_mooncake_json(text: str) -> Parsed | None:

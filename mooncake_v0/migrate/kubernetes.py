@@ -15,7 +15,19 @@ from mooncake_v0.migrate.document import text_of
 from mooncake_v0.migrate.records import Found, Place, Shape, TextFile
 from mooncake_v0.migrate.secrets import Secrets
 
-WORKLOADS = frozenset("Deployment StatefulSet DaemonSet ReplicaSet Job Pod ReplicationController CronJob LeaderWorkerSet".split())
+WORKLOADS = frozenset(
+    [
+        "Deployment",
+        "StatefulSet",
+        "DaemonSet",
+        "ReplicaSet",
+        "Job",
+        "Pod",
+        "ReplicationController",
+        "CronJob",
+        "LeaderWorkerSet",
+    ]
+)
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 
 
@@ -106,7 +118,9 @@ def _workload(
             )
             environment = _environment(container, place, found, maps)
             known = dict(environment)
-            words = [[_referenced(text_of(word), known) for word in _list(container.get(key))] for key in ("command", "args")]
+            words = [
+                [_referenced(text_of(word), known) for word in _list(container.get(key))] for key in ("command", "args")
+            ]
             container_command(words[0], words[1], environment, place, found, scene, nested)
 
 

@@ -55,11 +55,10 @@ def note_python(text: str, file: str, found: Found) -> None:
         found.note(Place(file), file, "not valid Python")
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _name(node.func) in ("LLM", "EngineArgs", "AsyncEngineArgs"):
-            if any(keyword.arg == "kv_transfer_config" for keyword in node.keywords):
-                what = f"{_name(node.func)}(..., kv_transfer_config=...)"
-                found.note(Place(file, node.lineno), what, "an engine started from Python: convert its arguments by hand")
-                return
+        if isinstance(node, ast.Call) and any(keyword.arg == "kv_transfer_config" for keyword in node.keywords):
+            what = f"{_name(node.func)}(..., kv_transfer_config=...)"
+            found.note(Place(file, node.lineno), what, "an engine started from Python: convert its arguments by hand")
+            return
     found.note(Place(file), file, "a Python file that is no proxy known here")
 
 
@@ -72,8 +71,8 @@ def _parse(text: str) -> ast.Module | None:
         return None
 
 
-def _in_order(tree: ast.AST) -> list[ast.AST]:
-    nodes = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
+def _in_order(tree: ast.AST) -> list[ast.expr]:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr)]
     return sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
 
 

@@ -42,7 +42,25 @@ _QUERY = re.compile(rf"([?&]{_NAME}=)([^&\s'\"]+)", re.IGNORECASE)
 _SHORTEST = 4
 _LONG = 10
 # words that stand in for a secret, or that every report contains: masked where they are written as a secret only
-_WORDS = frozenset("empty dummy none null true false required vllm mooncake prefill decode proxy etcd redis secret".split())
+_WORDS = frozenset(
+    [
+        "empty",
+        "dummy",
+        "none",
+        "null",
+        "true",
+        "false",
+        "required",
+        "vllm",
+        "mooncake",
+        "prefill",
+        "decode",
+        "proxy",
+        "etcd",
+        "redis",
+        "secret",
+    ]
+)
 
 
 def is_secret_name(name: str) -> bool:
@@ -106,7 +124,9 @@ class Secrets:
             return self.mask(value)
         if isinstance(value, dict):
             return {
-                self.mask_deep(key): MASK if isinstance(item, str) and item and is_secret_name(str(key)) else self.mask_deep(item)
+                self.mask_deep(key): MASK
+                if isinstance(item, str) and item and is_secret_name(str(key))
+                else self.mask_deep(item)
                 for key, item in value.items()
             }
         if isinstance(value, (list, tuple)):

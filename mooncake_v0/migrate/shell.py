@@ -60,7 +60,9 @@ class ShellState:
 class ShellReader:
     """Reads one piece of shell text; see the module docstring."""
 
-    def __init__(self, text: str, place: Place, found: Found, *, lookup: Lookup, scene: Scene, state: ShellState | None = None):
+    def __init__(
+        self, text: str, place: Place, found: Found, *, lookup: Lookup, scene: Scene, state: ShellState | None = None
+    ):
         self.source = text.encode()
         self.place = place
         self.found = found
@@ -128,7 +130,9 @@ class ShellReader:
         if name is None or body is None:
             return
         if not values or any("$" in value for value in values) or len(values) > MAX_LOOP:
-            self.found.note(self.at(node), self.words.text(node).split("\n")[0], "loop over a list not known here; read once")
+            self.found.note(
+                self.at(node), self.words.text(node).split("\n")[0], "loop over a list not known here; read once"
+            )
             values = [f"${{{self.words.text(name)}}}"]
         for value in values:
             self.state.assign(self.words.text(name), [value])
@@ -250,7 +254,9 @@ class ShellReader:
     def _source(self, path: str, node: Node) -> None:
         file = self.lookup(path)
         if file is None:
-            self.found.note(self.at(node), path, "the sourced file is not among the given paths; its variables are not known")
+            self.found.note(
+                self.at(node), path, "the sourced file is not among the given paths; its variables are not known"
+            )
             return
         self._nested(file.text, Place(file.place.file, file.place.line or 1), self.scene)
 

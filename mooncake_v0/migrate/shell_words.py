@@ -29,7 +29,9 @@ class Words:
         """Name, values and whether it appends, of NAME=VALUE, NAME+=VALUE and NAME=(a b)."""
         name_node, value_node = node.child_by_field_name("name"), node.child_by_field_name("value")
         name = self.text(name_node).split("[")[0] if name_node is not None else ""
-        append = b"+=" in self.source[node.start_byte : value_node.start_byte if value_node is not None else node.end_byte]
+        append = (
+            b"+=" in self.source[node.start_byte : value_node.start_byte if value_node is not None else node.end_byte]
+        )
         if value_node is None:
             return name, [""], append
         if value_node.type == "array":
@@ -66,12 +68,12 @@ class Words:
 
     def _string(self, node: Node) -> list[str]:
         expansions = [child for child in node.named_children if child.type in _EXPANSIONS]
-        start = node.start_byte + self.text(node).index('"') + 1
+        start = node.start_byte + self.source[node.start_byte : node.end_byte].find(b'"') + 1
         ends = self.source[node.end_byte - 1 : node.end_byte] == b'"' and node.end_byte - 1 >= start
         end = node.end_byte - 1 if ends else node.end_byte
-        if len(expansions) == 1 and expansions[0].start_byte == start and expansions[0].end_byte == end:
-            if "[@]" in self.text(expansions[0]) or self.text(expansions[0]) in ("$@", "${@}"):
-                return self.expansion(expansions[0])
+        whole = [child for child in expansions if child.start_byte == start and child.end_byte == end]
+        if whole and ("[@]" in self.text(whole[0]) or self.text(whole[0]) in ("$@", "${@}")):
+            return self.expansion(whole[0])
         return [self.gaps(node, start, end)]
 
     def gaps(self, node: Node, start: int, end: int) -> str:
@@ -108,5 +110,11 @@ class Words:
         return [f"${{{name}}}"]
 
     def _default(self, node: Node, text: str) -> str:
-        inner = [child for child in node.named_children if child.type not in ("variable_name", "subscript", "special_variable_name")]
-        return " ".join(word for child in inner for word in self.value(child, quoted=True)) if inner else text.rstrip("}")
+        inner = [
+            child
+            for child in node.named_children
+            if child.type not in ("variable_name", "subscript", "special_variable_name")
+        ]
+        return (
+            " ".join(word for child in inner for word in self.value(child, quoted=True)) if inner else text.rstrip("}")
+        )

@@ -30,15 +30,18 @@ def read_supervisord(text: str, file: str, found: Found, nested: Nested) -> None
         options = dict(parser[section])
         name = section.partition(":")[2]
         environment = [*_environment(common), *_environment(options.get("environment", ""))]
-        known = dict(environment)
-        command = re.sub(r"%\(ENV_(\w+)\)s", lambda m: known.get(m[1], f"${{{m[1]}}}"), options["command"])
-        command = command.replace("%(program_name)s", name).replace("%%", "%")
+        command = _expanded(options["command"], name, dict(environment))
         # a continued value keeps its line breaks, and people add backslashes as in a shell
         words = split_words(re.sub(r"\\?\n", " ", command))
         scene = Scene(shape=Shape("supervisord", {"section": section, "options": options}), name=name)
         scene = Scene(**{**scene.__dict__, "environment": tuple(environment)})
         if words:
             read_command(words, environment, Place(file, _line(text, section)), found, scene, nested)
+
+
+def _expanded(command: str, name: str, environment: dict[str, str]) -> str:
+    text = re.sub(r"%\(ENV_(\w+)\)s", lambda match: environment.get(match[1], f"${{{match[1]}}}"), command)
+    return text.replace("%(program_name)s", name).replace("%%", "%")
 
 
 def _environment(value: str) -> list[tuple[str, str]]:

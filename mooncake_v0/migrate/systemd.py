@@ -49,7 +49,9 @@ def read_unit(text: str, file: str, found: Found, lookup: Lookup, nested: Nested
             path = value.lstrip("-")
             found_file = lookup(path)
             if found_file is None:
-                found.note(Place(file, line), value, "the env file is not among the given paths; its variables are not known")
+                found.note(
+                    Place(file, line), value, "the env file is not among the given paths; its variables are not known"
+                )
             else:
                 environment.update(parse_env_file(found_file.text))
     name = file.rpartition("/")[2]
@@ -69,7 +71,9 @@ def _words(value: str, environment: Mapping[str, str], instance: str) -> list[st
     """Words of ExecStart: `${NAME}` inside a word, `$NAME` as a word of its own (which splits), %i, %%."""
     words: list[str] = []
     for word in split_words(value):
-        word = re.sub(r"%(.)", lambda m: {"i": instance or "${INSTANCE}", "I": instance, "%": "%"}.get(m[1], m[0]), word)
+        word = re.sub(
+            r"%(.)", lambda m: {"i": instance or "${INSTANCE}", "I": instance, "%": "%"}.get(m[1], m[0]), word
+        )
         bare = re.fullmatch(r"\$([A-Za-z_][A-Za-z0-9_]*)", word)
         if bare and bare[1] in environment:
             words += environment[bare[1]].split()
