@@ -44,6 +44,7 @@ Examples:
 @click.option("--pair", "pair", metavar="URL,URL", multiple=True, help="Prefill and decode of a pair; may be repeated.")
 @click.option("--pairs", metavar="FILE", type=EXISTING_FILE, help="TOML or JSON file of pairs; read again on change.")
 @click.option("--discover", metavar="URL", help="Metadata store where instances register: etcd, redis, http, sqlite.")
+@click.option("--discover-token-file", type=EXISTING_FILE, help="Bearer token of an http store.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port; 0 picks a free one."
@@ -175,6 +176,7 @@ def sources_of(options: dict[str, Any]) -> Sources:
     from mooncake_v0.metadata.store import open_store
     from mooncake_v0.metadata.store_url import parse_store_url
     from mooncake_v0.proxy import core, pair_source
+    from mooncake_v0.proxy.keys import read_key_file
 
     ways = [bool(options["prefill"] or options["decode"]), *(bool(options[k]) for k in ("pair", "pairs", "discover"))]
     if sum(ways) != 1:
@@ -185,9 +187,10 @@ def sources_of(options: dict[str, Any]) -> Sources:
         source.read()
         return core.Sources(followed=source, **keys)
     if options["discover"]:
-        url = options["discover"]
+        url, token_file = options["discover"], options["discover_token_file"]
         parse_store_url(url)
-        store = pair_source.StoreSource(lambda: open_store(url))
+        token = read_key_file(token_file)[0] if token_file else None
+        store = pair_source.StoreSource(lambda: open_store(url, token=token))
         return core.Sources(followed=store, follow_every_s=core.FOLLOW_STORE_S, keep_alive_pairs=True, **keys)
     return core.Sources(pairs=pair_source.check_pairs(pairs_of(options)), **keys)
 

@@ -143,12 +143,18 @@ def pairs_of(records: Sequence[InstanceRecord], now: float | None = None) -> tup
     for record in sorted(records, key=lambda record: record.refreshed_at):
         if record.rank == 0 and record.api_url and record.is_fresh(now):
             found[record.deployment, record.role] = record
-    pairs = []
+    pairs: list[PairSpec] = []
     for deployment in sorted({deployment for deployment, _ in found}):
         prefill, decode = found.get((deployment, "prefill")), found.get((deployment, "decode"))
-        if prefill is not None and decode is not None:
-            pairs.append(PairSpec(deployment[:12] or "default", prefill.api_url or "", decode.api_url or ""))
-    return check_pairs(pairs)
+        if prefill is None or decode is None:
+            continue
+        pair = PairSpec(deployment[:12] or "default", prefill.api_url or "", decode.api_url or "")
+        try:
+            pairs = [*check_pairs([*pairs, pair])]
+        except ProxyError as error:
+            # one record that is wrong must not hide the others
+            logger.error("registered pair left out: %s", error)
+    return tuple(pairs)
 
 
 class Follower:

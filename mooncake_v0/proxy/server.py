@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from dataclasses import dataclass
 from typing import Any, Callable
 
@@ -51,7 +52,31 @@ class Listener:
     def __init__(self, bind: Bind) -> None:
         self.bind = bind
         self.inherited = bind.listen_fd >= 0
-        self.socket = socket.socket(fileno=bind.listen_fd) if self.inherited else self._open(bind)
+        self._check_certificate(bind)
+        self.socket = self._take(bind.listen_fd) if self.inherited else self._open(bind)
+
+    @staticmethod
+    def _check_certificate(bind: Bind) -> None:
+        if not bind.certfile:
+            return
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(bind.certfile, bind.keyfile or None)
+        except (OSError, ssl.SSLError) as error:
+            raise ProxyError(
+                f"cannot use the certificate {bind.certfile!r} with the key {bind.keyfile or bind.certfile!r}: {error}",
+                fix="give PEM files of a certificate chain and of its own private key",
+            ) from error
+
+    @staticmethod
+    def _take(listen_fd: int) -> socket.socket:
+        try:
+            taken = socket.socket(fileno=listen_fd)
+            if taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return taken
+            reason = "it does not listen"
+        except OSError as error:
+            reason = error.strerror
+        raise ProxyError(f"descriptor {listen_fd} is not a listening socket: {reason}", fix="hand in one that listens")
 
     @staticmethod
     def _open(bind: Bind) -> socket.socket:
