@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mooncake_v0.cli.metadata_source import complete_key, format_option, opened, source_argument, token_option
+from mooncake_v0.cli.metadata_source import KEY, format_option, opened, source_argument, token_option
 
 if TYPE_CHECKING:
     from mooncake_v0.metadata.prune import Candidate
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("source")
-@click.argument("key", shell_complete=complete_key)
+@click.argument("key", type=KEY)
 @click.argument("value", required=False)
 @click.option("--ttl", "ttl_s", type=click.FloatRange(min=1), metavar="S", help="The key vanishes after S seconds.")
 @token_option
@@ -34,7 +34,7 @@ def put(source: str, key: str, value: str | None, ttl_s: float | None, token_fil
 
 @click.command()
 @click.argument("source")
-@click.argument("keys", nargs=-1, required=True, shell_complete=complete_key)
+@click.argument("keys", nargs=-1, required=True, type=KEY)
 @token_option
 def rm(source: str, keys: tuple[str, ...], token_file: str | None) -> None:
     """Remove keys, alive or not; exit code 1 when one did not exist.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mooncake_v0.cli.metadata_source import complete_key, format_option, opened, source_argument, token_option
+from mooncake_v0.cli.metadata_source import KEY, format_option, opened, source_argument, token_option
 from mooncake_v0.errors import INFO, StoreUnavailableError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _printable(text: str) -> str:
 
 @click.command()
 @click.argument("source")
-@click.argument("key", shell_complete=complete_key)
+@click.argument("key", type=KEY)
 @token_option
 def get(source: str, key: str, token_file: str | None) -> None:
     """Print the value of a key; exit code 1 when there is none.
@@ -127,7 +127,7 @@ def get(source: str, key: str, token_file: str | None) -> None:
 
 @click.command()
 @source_argument
-@click.option("--prefix", default="mooncake", show_default=True, help="Show changes of keys that begin so.")
+@click.option("--prefix", type=KEY, default="mooncake", show_default=True, help="Show changes of keys that begin so.")
 @click.option("--for", "duration_s", type=click.FloatRange(min=0), metavar="S", help="End after S seconds.")
 @token_option
 @format_option
@@ -202,7 +202,9 @@ def check(source: str, token_file: str | None, output: str) -> None:
 
 @click.command()
 @source_argument
-@click.option("--prefix", multiple=True, metavar="TEXT", help="Only keys that begin so; by default all of ours.")
+@click.option(
+    "--prefix", type=KEY, multiple=True, metavar="TEXT", help="Only keys that begin so; by default all of ours."
+)
 @click.option("--output", "-o", "file", type=click.File("w"), default="-", help="File; standard output by default.")
 @token_option
 def export(source: str, prefix: tuple[str, ...], file: Any, token_file: str | None) -> None:

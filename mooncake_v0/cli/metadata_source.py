@@ -17,6 +17,28 @@ if TYPE_CHECKING:
 
     from mooncake_v0.metadata.store import MetadataStore
 
+    TextParameter = click.ParamType[str]
+else:
+    TextParameter = click.ParamType  # click before 8.2 has no type argument
+
+
+class StoreKey(TextParameter):
+    """A key on the command line: text that is UTF-8."""
+
+    name = "key"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            self.fail("a key is UTF-8 text", param, ctx)
+        return value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return complete_key(ctx, incomplete)
+
+
+KEY = StoreKey()
 F = TypeVar("F", bound=Callable[..., Any])
 
 CONFIG_ENV = "MOONCAKE_CONFIG_PATH"
@@ -72,7 +94,7 @@ def store_url(source: str) -> str:
     return server
 
 
-def complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_key(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
     """Keys of the store named on the line so far; nothing when it does not answer within a second."""
     from click.shell_completion import CompletionItem
 

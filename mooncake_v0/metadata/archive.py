@@ -59,4 +59,8 @@ def _entry(row: dict[str, object], where: str) -> Entry:
         raise MetadataError(f"{where}: value_base64 is not base64", fix="export again; this file is damaged") from error
     if not isinstance(key, str) or not key or value is None:
         raise MetadataError(f"{where}: no key or no value", fix="export again; this file is damaged")
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise MetadataError(f"{where}: the key is not text", fix="export again; this file is damaged") from error
     return Entry(key, value)

@@ -145,7 +145,8 @@ class EtcdStore:
     def _call(self, method: Callable[[Member], Any], request: Any, *, timeout_s: float | None = None) -> Any:
         """One RPC at the first member that answers; the members share the deadline."""
         total_s = timeout_s or self._timeout_s
-        deadline = time.monotonic() + total_s
+        started = time.monotonic()
+        deadline = started + total_s
         each_s = total_s / len(self._members)
         failure: Any = None
         while True:
@@ -163,7 +164,8 @@ class EtcdStore:
                     continue
                 self._current = index
                 return answer
-            if not _worth_another_round(failure, deadline):
+            # refused at once everywhere: etcd may be restarting or electing; try again while there is time for it
+            if time.monotonic() - started > self._timeout_s - 0.2:
                 raise self._unavailable(failure, total_s) from failure
             time.sleep(0.05)
 
@@ -221,11 +223,6 @@ def _range_end(prefix: bytes) -> bytes:
     """The first key after all keys with this prefix; a lone zero byte means "to the end" in etcd."""
     stripped = prefix.rstrip(b"\xff")
     return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else b"\0"
-
-
-def _worth_another_round(failure: Any, deadline: float) -> bool:
-    # refused at once everywhere: etcd may be restarting or electing; try again while there is time for it
-    return failure is not None and deadline - time.monotonic() > 0.2
 
 
 def _credentials(address: StoreURL) -> Any:

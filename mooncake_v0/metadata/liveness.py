@@ -99,7 +99,7 @@ async def _probe_all(segments: Sequence[Segment]) -> list[str]:
 
     async def one(segment: Segment) -> str:
         host, port = segment.host, segment.probe_port
-        if host is None or port is None or port > 65535:
+        if not host or port is None or port > 65535:
             return "its address is not known"
         task = known.get((host, port))
         if task is None:
@@ -116,7 +116,7 @@ async def _probe(host: str, port: int) -> str:
         return f"{host}:{port} does not answer"
     except socket.gaierror:
         return f"the host name {host!r} cannot be resolved"
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one, with a zero byte for example
         if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:
             return REFUSED
         return f"{host}:{port} cannot be reached: {error}"

@@ -128,7 +128,15 @@ def parse_record(value: bytes) -> InstanceRecord | None:
 
 
 def _is_sound(record: InstanceRecord) -> bool:
-    texts = (record.segment, record.role, record.host, record.protocol, record.hostname, record.epoch)
+    texts = (
+        record.segment,
+        record.role,
+        record.host,
+        record.protocol,
+        record.hostname,
+        record.epoch,
+        record.deployment,
+    )
     numbers = (record.rank, record.handshake_port, record.data_port, record.side_channel_port, record.pid)
     times: tuple[Any, ...] = (record.started_at, record.refreshed_at)
     return (
