@@ -18,6 +18,8 @@ from mooncake_v0.config.source import Document, Path, Problem, parse
 from mooncake_v0.errors import ERROR, CouldNotCheckError, Diagnostic
 
 MAX_FILE_BYTES = 1 << 20
+# problems of the text that leave no value to check at their place
+VALUE_PROBLEMS = ("json-nan", "json-literal")
 
 
 @dataclass(frozen=True)
@@ -92,18 +94,20 @@ def _unreadable(rule: str, what: str, fix: str) -> Document:
 
 
 def _run(subject: Subject) -> Iterator[Found]:
-    """All findings; a field with a syntax error is skipped by later syntax rules."""
-    failed: set[Path] = set()
+    """All findings. A field with a syntax error is not looked at again; a `last` rule that finds something ends it."""
+    failed: set[Path] = {problem.path for problem in subject.document.problems if problem.rule in VALUE_PROBLEMS}
     for rule in RULES.values():
         if rule.check is None:
             continue
-        for finding in rule.check(subject.hiding(failed) if rule.syntax else subject):
+        for finding in rule.check(subject.hiding(failed) if rule.syntax else subject.without(failed)):
             if rule.syntax and finding.path in failed:
                 continue
             severity = finding.severity or rule.severity
-            if severity == ERROR:
+            if severity == ERROR and rule.syntax:
                 failed.add(finding.path)
             yield Found(rule, finding, to_diagnostic(rule, finding, subject.document))
+            if rule.last:
+                return
 
 
 def to_diagnostic(rule: Rule, finding: Finding, document: Document) -> Diagnostic:

@@ -33,21 +33,18 @@ def shape_errors(value: Any) -> tuple[ShapeError, ...]:
         return ()
     from jsonschema import Draft202012Validator
 
-    errors: list[ShapeError] = []
+    errors: dict[ShapeError, None] = {}  # jsonschema reports each missing field by itself, in one order
     for error in Draft202012Validator(schema()).iter_errors(value):
         path = tuple(error.absolute_path)
         if error.validator == "required":
-            errors.extend(
-                ShapeError("required", path, name) for name in error.validator_value if name not in error.instance
-            )
+            names = [name for name in error.validator_value if name not in error.instance]
+            errors.update((ShapeError("required", path, name), None) for name in names)
         elif error.validator == "additionalProperties":
-            known = schema()["properties"]
-            errors.extend(
-                ShapeError("additionalProperties", (*path, name), None) for name in value if name not in known
-            )
+            names = [name for name in value if name not in schema()["properties"]]
+            errors.update((ShapeError("additionalProperties", (*path, name)), None) for name in names)
         elif error.validator == "type":
-            errors.append(ShapeError("type", path, error.validator_value))
-    return tuple(dict.fromkeys(errors))
+            errors[ShapeError("type", path)] = None
+    return tuple(errors)
 
 
 def _is_plainly_right(value: dict[str, Any]) -> bool:

@@ -81,7 +81,7 @@ def render_path(path: Path) -> str:
         if isinstance(step, int):
             parts.append(f"[{step}]")
         else:
-            parts.append(f".{step}" if PLAIN_KEY.fullmatch(step) else f"[{shorten(step)!r}]")
+            parts.append(f".{shorten(step)}" if PLAIN_KEY.fullmatch(step) else f"[{shorten(step)!r}]")
     return "$" + "".join(parts)
 
 

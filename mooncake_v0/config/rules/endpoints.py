@@ -111,7 +111,7 @@ def endpoint_ipv6(name: str, text: str) -> Iterator[Finding]:
     [::1]:13003 it takes "[" for the host. Use an IPv4 address of the same machine, or a name with an A record.
     """
     text = text.strip()
-    if text.startswith("[") or is_ipv6(text):
+    if text.startswith("[") or is_ipv6(text) or is_ipv6(text.rpartition(":")[0]):
         hint = "" if text.startswith("[") else " (an IPv6 address with a port would be written [ADDRESS]:PORT)"
         fix = f"write the machine's IPv4 address, for example {quote(EXAMPLE)}"
         yield Finding((name,), f"the engine has no IPv6, got {shorten(text)!r}{hint}", fix)

@@ -374,11 +374,8 @@ def metadata_backend_deprecated(subject: Subject) -> Iterator[Finding]:
 
     A scheme in metadata_server says the same. The line does no harm while both agree.
     """
-    if (
-        subject.metadata is not None
-        and subject.text("metadata_backend") is not None
-        and split_scheme(server(subject))[0]
-    ):
+    backend = subject.text("metadata_backend")
+    if subject.metadata is not None and backend == subject.metadata.kind and split_scheme(server(subject))[0]:
         yield Finding(BACKEND, "metadata_backend repeats the scheme of metadata_server", "remove the line")
 
 

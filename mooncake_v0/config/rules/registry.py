@@ -3,7 +3,7 @@
 A rule is one function from a `Subject` (the parsed file and the options of the check) to findings. Its name is the
 function's with dashes, its docstring is what `mooncake-v0 explain` prints, and the order of definition is the order of
 checking. Rules marked `syntax` judge one field alone; after one of them found an error in a field, the later ones skip
-that field, so that one mistake gives one finding. All other rules see only fields whose syntax is right.
+that field, so that one mistake gives one finding. All other rules see only parts whose syntax is right.
 """
 
 from __future__ import annotations
@@ -79,6 +79,18 @@ class Subject:
         value = self.fields.get(name)
         return value if isinstance(value, str) else None
 
+    def without(self, paths: set[Path]) -> Subject:
+        """The same without the parts that were made of the fields at these paths, as all other rules see it."""
+        names = {path[0] for path in paths if len(path) == 1}
+        keep = {role: FIELDS[role] not in names for role in ROLES}
+        both = all(keep.values()) or self.written == self.final  # the +100 depends on both
+        return replace(
+            self,
+            written={role: self.written[role] if keep[role] else None for role in ROLES},
+            final={role: self.final[role] if keep[role] and both else None for role in ROLES},
+            metadata=None if {"metadata_server", "metadata_backend"} & names else self.metadata,
+        )
+
     def hiding(self, paths: set[Path]) -> Subject:
         """The same without the fields at these paths, as a syntax rule sees it."""
         return replace(self, fields={key: item for key, item in self.fields.items() if (key,) not in paths})
@@ -91,11 +103,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class ShapeError:
-    """One violation of the JSON Schema: the keyword violated, the path, and what the schema wanted."""
+    """One violation of the JSON Schema: the keyword violated, the path, and the missing field's name."""
 
     keyword: str
     path: Path
-    detail: Any
+    name: str = ""
 
 
 def from_problem(problem: Problem) -> Finding:
@@ -129,6 +141,7 @@ class Rule:
     explanation: str
     check: Check | None
     syntax: bool = False
+    last: bool = False
     module: str = ""
 
     @property
@@ -139,14 +152,14 @@ class Rule:
 RULES: dict[str, Rule] = {}
 
 
-def rule(severity: str, *, syntax: bool = False) -> Callable[[Check], Check]:
-    """Register a function as a rule about one mooncake.json."""
+def rule(severity: str, *, syntax: bool = False, last: bool = False) -> Callable[[Check], Check]:
+    """Register a function as a rule about one mooncake.json. After a finding of a `last` rule no other rule runs."""
 
     def register(check: Check) -> Check:
         name = check.__name__.replace("_", "-")
         assert name not in RULES, f"two rules are named {name}"
         RULES[name] = Rule(
-            name, severity, inspect.cleandoc(check.__doc__ or ""), check, syntax, _short(check.__module__)
+            name, severity, inspect.cleandoc(check.__doc__ or ""), check, syntax, last, _short(check.__module__)
         )
         return check
 

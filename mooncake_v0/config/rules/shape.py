@@ -31,11 +31,7 @@ def nearest(word: str, known: tuple[str, ...]) -> str | None:
     return found[0] if found else None
 
 
-def is_other_product(subject: Subject) -> bool:
-    return any(name in subject.fields for name in (*STORE_FIELDS, *KV_TRANSFER_FIELDS))
-
-
-@rule(ERROR)
+@rule(ERROR, last=True)
 def not_an_object(subject: Subject) -> Iterator[Finding]:
     """The file is JSON, but not an object: a list, a text or a number.
 
@@ -46,7 +42,7 @@ def not_an_object(subject: Subject) -> Iterator[Finding]:
         yield Finding((), what, 'write one object: { "prefill_url": ..., "decode_url": ..., ... }')
 
 
-@rule(ERROR)
+@rule(ERROR, last=True)
 def store_config(subject: Subject) -> Iterator[Finding]:
     """This is a config file of the Mooncake Store (MooncakeStoreConnector, LMCache, the V1 store), not of the V0 pair.
 
@@ -63,7 +59,7 @@ def store_config(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule(ERROR)
+@rule(ERROR, last=True)
 def kv_transfer_config_file(subject: Subject) -> Iterator[Finding]:
     """The content of --kv-transfer-config was saved as the mooncake.json (or mixed into it).
 
@@ -71,7 +67,7 @@ def kv_transfer_config_file(subject: Subject) -> Iterator[Finding]:
     for each instance. mooncake.json holds the addresses, one file for both.
     """
     found = [name for name in KV_TRANSFER_FIELDS if name in subject.fields]
-    if found and not any(name in subject.fields for name in STORE_FIELDS):
+    if found:
         what = f"{found[0]} is a field of --kv-transfer-config, not of mooncake.json"
         yield Finding((found[0],), what, "move it to the --kv-transfer-config option of vLLM's command line")
 
@@ -82,12 +78,10 @@ def missing_field(subject: Subject) -> Iterator[Finding]:
 
     protocol defaults to tcp, device_name to nothing, and the kind of metadata server to etcd (upstream's defaults).
     """
-    if is_other_product(subject):
-        return
     meant = {nearest(name, KNOWN_FIELDS) for name in subject.fields if name not in KNOWN_FIELDS}
     for error in subject.shape_errors:
-        if error.keyword == "required" and error.detail not in meant:
-            name = error.detail
+        if error.keyword == "required" and error.name not in meant:
+            name = error.name
             yield Finding(
                 (name,), f"the field {name} is missing", f"add {quote(name)}: {quote(EXAMPLES[name])} with your address"
             )
@@ -99,8 +93,6 @@ def unknown_field(subject: Subject) -> Iterator[Finding]:
 
     Known: prefill_url, decode_url, metadata_server, metadata_backend, protocol, device_name; and $schema for editors.
     """
-    if is_other_product(subject):
-        return
     for error in subject.shape_errors:
         if error.keyword != "additionalProperties":
             continue
@@ -114,16 +106,14 @@ def unknown_field(subject: Subject) -> Iterator[Finding]:
             yield Finding(error.path, what, f"remove it, known fields are {', '.join(KNOWN_FIELDS)}")
 
 
-@rule(ERROR)
+@rule(ERROR, syntax=True)
 def wrong_type(subject: Subject) -> Iterator[Finding]:
     """A field has another type than text. Every field of a mooncake.json is a text in double quotes.
 
     Ports belong into the text with their host; several RDMA devices are one text with commas.
     """
-    if is_other_product(subject):
-        return
     for error in subject.shape_errors:
-        if error.keyword == "type" and error.path:
+        if error.keyword == "type" and error.path and error.path[0] in subject.fields:
             name, value = str(error.path[0]), subject.fields[str(error.path[0])]
             yield Finding(error.path, f"{name} is {json_type(value)}: {shorten(repr(value))}", _as_text(name, value))
 
