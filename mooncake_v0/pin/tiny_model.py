@@ -18,31 +18,33 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(folder: Path, *, max_tokens: int = 32768, seed: int = 0) -> Path:
-    """Write config, weights and tokenizer of the tiny model to `folder`, unless they are there; return it.
+def make_tiny_model(
+    folder: Path, *, max_tokens: int = 32768, seed: int = 0, layers: int = 4, heads: int = 4, kv_heads: int = 2
+) -> Path:
+    """Write config, weights and tokenizer of a tiny model to `folder`, unless they are there; return it.
 
-    4 layers, hidden 256, 4 heads, 2 KV heads, head size 64, vocabulary 512, bfloat16: 2 KiB of KV a token.
+    Head size 64, hidden size 64 * heads, vocabulary 512, bfloat16; the default has 2 KiB of KV a token.
     """
-    done = folder / f"made-{max_tokens}-{seed}"
+    done = folder / f"made-{max_tokens}-{seed}-{layers}-{heads}-{kv_heads}"
     if done.exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(folder, max_tokens)
-    _write_weights(folder, max_tokens, seed)
+    _write_weights(folder, max_tokens, seed, layers, heads, kv_heads)
     done.touch()
     return folder
 
 
-def _write_weights(folder: Path, max_tokens: int, seed: int) -> None:
+def _write_weights(folder: Path, max_tokens: int, seed: int, layers: int, heads: int, kv_heads: int) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM, set_seed
 
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=64 * heads,
+        intermediate_size=128 * heads,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=max_tokens,
         initializer_range=0.1,
         tie_word_embeddings=False,

@@ -1,0 +1,64 @@
+"""Requests to instances and proxies, and what is compared of their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import urllib.request
+from typing import Any, Sequence
+
+import aiohttp
+
+from mooncake_v0.pin.processes import Pair
+
+TIMEOUT_S = 120
+
+
+def ask(url: str, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        decoded: dict[str, Any] = json.load(answer)
+        return decoded
+
+
+async def ask_all(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> list[dict[str, Any]]:
+    """All bodies by so many concurrent clients; answers in order."""
+    limit = asyncio.Semaphore(clients)
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+
+        async def one(body: dict[str, Any]) -> dict[str, Any]:
+            async with limit, session.post(f"{url}/v1/completions", json=body) as answer:
+                decoded: dict[str, Any] = await answer.json()
+                assert answer.status == 200, decoded
+                return decoded
+
+        return list(await asyncio.gather(*(one(body) for body in bodies)))
+
+
+def content(answer: dict[str, Any]) -> list[Any]:
+    """Everything of an answer that must be equal: texts, tokens, logprobs, reasons and usage."""
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    return [[choice["text"], choice["finish_reason"], choice["logprobs"]] for choice in choices] + [answer["usage"]]
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def token_prompt(length: int, seed: int) -> list[int]:
+    """Token ids that no other seed gives; without the special tokens."""
+    return random.Random(f"{length}-{seed}").choices(range(3, 512), k=length)
+
+
+def counters(pair: Pair, role: str = "decode") -> dict[str, float]:
+    return pair.agent_status("prefill" if role == "prefill" else "decode").counters
+
+
+def hits(values: dict[str, float]) -> float:
+    return values.get("hits", 0.0)
+
+
+def misses(values: dict[str, float]) -> float:
+    return sum(value for name, value in values.items() if name.startswith("miss_"))

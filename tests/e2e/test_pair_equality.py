@@ -1,0 +1,140 @@
+"""Answers of a pair equal those of one plain instance, and decode computes no prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake_v0.pin.processes import Pair
+from tests.e2e.agents import find_agent, first_difference, flip_exponent, read_pool
+from tests.e2e.asking import ask, ask_all, content, counters, hits, misses, token_prompt
+from tests.e2e.conftest import make_pair
+
+LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 64, 100, 127, 128, 129, 200, 255, 256, 300, 400, 512, 513, 640, 777)
+LONG = (800, 900, 1000, 1024, 1100, 1280, 1500, 1777, 1999, 2000)
+TEXTS = (
+    "Hello",
+    "The quick brown fox jumps over the lazy dog. " * 3,
+    "Ein Satz mit Umlauten: ä ö ü ß, und dann 月餅。",
+    "\n\n  leading and trailing space  ",
+    "def f(x):\n    return x + 1\n" * 20,
+)
+
+
+def make_bodies(model: str, seed: int) -> list[dict[str, Any]]:
+    """40 prompts: text and token ids, greedy, seeded, and four samples at once; logprobs everywhere."""
+    prompts: list[Any] = [token_prompt(length, seed) for length in (*LENGTHS, *LONG)]
+    prompts += [f"{seed} {text}" for text in TEXTS]
+    kinds: tuple[dict[str, Any], ...] = (
+        {"temperature": 0},
+        {"temperature": 0.8, "seed": 11},
+        {"temperature": 0.7, "seed": 5, "n": 4},
+    )
+    return [
+        {"model": model, "prompt": prompt, "max_tokens": 8, "logprobs": 5, **kinds[index % len(kinds)]}
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def assert_equal_and_all_hits(plain_url: str, pair: Pair, bodies: list[dict[str, Any]]) -> None:
+    before = counters(pair)
+
+    answers = [content(ask(pair.proxy_url, body)) for body in bodies]
+
+    after = counters(pair)
+    assert answers == [content(ask(plain_url, body)) for body in bodies]
+    assert hits(after) - hits(before) == sum(body.get("n", 1) for body in bodies)
+    assert misses(after) == misses(before)
+
+
+def test_forty_prompts_over_http_metadata_and_equal_urls(plain_url: str, pair: Pair, tiny_model: str) -> None:
+    assert_equal_and_all_hits(plain_url, pair, make_bodies(tiny_model, seed=1))
+
+
+def test_forty_prompts_over_etcd_and_ports_100_apart(
+    plain_url: str, tiny_model: str, etcd_url: str, tmp_path: Path
+) -> None:
+    pair = make_pair(tiny_model, tmp_path, etcd_url)
+    pair.write_config(decode_url=f"127.0.0.1:{pair.engine_port + 100}", metadata_backend="etcd")
+    try:
+        pair.start_all()
+        pair.wait_connected()
+
+        assert_equal_and_all_hits(plain_url, pair, make_bodies(tiny_model, seed=2))
+    finally:
+        pair.stop_all()
+
+
+def test_sixteen_clients_get_equal_answers_and_hits(plain_url: str, pair: Pair, tiny_model: str) -> None:
+    bodies = [
+        {"model": tiny_model, "prompt": token_prompt(5 + 17 * i, 3), "max_tokens": 8, "temperature": 0, "logprobs": 1}
+        for i in range(64)
+    ]
+    before = counters(pair)
+
+    answers = asyncio.run(ask_all(pair.proxy_url, bodies, clients=16))
+
+    after = counters(pair)
+    assert [content(answer) for answer in answers] == [content(ask(plain_url, body)) for body in bodies]
+    assert hits(after) - hits(before) >= 0.95 * len(bodies)
+
+
+def test_identical_prompts_at_once_all_hit_and_are_moved_once(plain_url: str, pair: Pair, tiny_model: str) -> None:
+    body = {"model": tiny_model, "prompt": token_prompt(700, 4), "max_tokens": 6, "temperature": 0, "logprobs": 1}
+    before = counters(pair)
+
+    answers = asyncio.run(ask_all(pair.proxy_url, [body] * 8, clients=8))
+
+    after = counters(pair)
+    expected = content(ask(plain_url, body))
+    assert [content(answer) for answer in answers] == [expected] * 8
+    assert hits(after) - hits(before) == 8
+    assert after["reads"] - before["reads"] == 1
+
+
+def test_chat_gives_the_same_text_as_a_plain_instance(plain_url: str, pair: Pair, tiny_model: str) -> None:
+    body = {
+        "model": tiny_model,
+        "messages": [{"role": "user", "content": "What travels between two instances?"}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    before = hits(counters(pair))
+
+    answer = ask(pair.proxy_url, body, "/v1/chat/completions")
+
+    expected = ask(plain_url, body, "/v1/chat/completions")
+    assert answer["choices"][0]["message"] == expected["choices"][0]["message"]
+    assert hits(counters(pair)) - before == 1
+
+
+@pytest.mark.parametrize("extra", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 2}], ids=["prompt", "echo"])
+def test_prompt_logprobs_are_computed_by_decode(
+    plain_url: str, pair: Pair, tiny_model: str, extra: dict[str, Any]
+) -> None:
+    body = {"model": tiny_model, "prompt": token_prompt(40, 5), "max_tokens": 4, "temperature": 0, **extra}
+
+    answer = ask(pair.proxy_url, body)
+
+    assert content(answer) == content(ask(plain_url, body))
+    assert answer["choices"][0].get("prompt_logprobs") == ask(plain_url, body)["choices"][0].get("prompt_logprobs")
+
+
+def test_one_corrupt_byte_in_a_stored_block_is_not_served(plain_url: str, pair: Pair, tiny_model: str) -> None:
+    """Shows that the comparison above can fail: the bytes in the buffer are what decode uses."""
+    body = {"model": tiny_model, "prompt": token_prompt(300, 6), "max_tokens": 8, "temperature": 0, "logprobs": 1}
+    expected = content(ask(plain_url, body))
+    agent = find_agent(pair.processes["decode"].pid)
+    before = read_pool(agent)
+    ask(pair.api_url("prefill"), {**body, "max_tokens": 1})
+    changed = first_difference(before, agent)
+
+    flip_exponent(agent, changed)
+    first_hits = hits(counters(pair))
+    answer = ask(pair.api_url("decode"), body)
+
+    assert hits(counters(pair)) - first_hits == 1
+    assert content(answer) != expected
