@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "metadata": ("mooncake_v0.cli.metadata", "metadata", "Serve, inspect and clean the metadata store."),
     "migrate": ("mooncake_v0.cli.migrate", "migrate", "Report what it takes to move a V0 deployment to vLLM V1."),
     "proxy": ("mooncake_v0.cli.proxy", "proxy", "Serve the OpenAI API in front of prefill and decode instances."),
+    "launch": ("mooncake_v0.cli.launch", "launch", "Check, then start prefill, decode or a whole pair."),
+    "status": ("mooncake_v0.cli.status", "status", "Show both sides of a running pair, live."),
     "explain": ("mooncake_v0.cli.explain", "explain", "Explain a finding by its name, or list all."),
     "ports": ("mooncake_v0.cli.ports", "ports", "Show every port of a pair and its firewall rules."),
     "schema": ("mooncake_v0.cli.schema", "schema", "Print the JSON Schema of mooncake.json."),
