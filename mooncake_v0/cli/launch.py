@@ -179,7 +179,9 @@ def _buffer_bytes(settings: Settings, text: str, prompt_tokens: int | None, conc
     longest = flag_value(settings.vllm_args, "--max-model-len")
     tokens = prompt_tokens or (int(longest) if longest and longest.isdecimal() else kv.max_position_tokens)
     if not tokens:
-        raise click.UsageError("--kv-buffer-size auto needs --prompt-tokens: the model does not say how long prompts are")
+        raise click.UsageError(
+            "--kv-buffer-size auto needs --prompt-tokens: the model does not say how long prompts are"
+        )
     return advise(
         kv,
         prompt_tokens=tokens,

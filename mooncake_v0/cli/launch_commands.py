@@ -107,10 +107,12 @@ def own_flag_in(words: Sequence[str]) -> str | None:
 
 def proxy_command(host: str, port: int, prefill: Instance, decode: Instance) -> Command:
     """The proxy in front of the pair."""
-    words = (sys.executable, "-m", "mooncake_v0", "proxy", "--host", host, "--port", str(port))
-    words += ("--prefill", prefill.api_url, "--decode", decode.api_url)
+    listen = ("--host", host, "--port", str(port))
+    pair = ("--prefill", prefill.api_url, "--decode", decode.api_url)
     asked = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    return Command("proxy", words, {}, f"http://{asked}:{port}/health")
+    return Command(
+        "proxy", (sys.executable, "-m", "mooncake_v0", "proxy", *listen, *pair), {}, f"http://{asked}:{port}/health"
+    )
 
 
 def metadata_command(host: str, port: int) -> Command:

@@ -108,7 +108,7 @@ def ask_all(config: MooncakeConfig, ranks: int, timeout_s: float, secret: bytes 
 
     asked = [(side, rank) for side in ROLES for rank in range(ranks)]
     with ThreadPoolExecutor(len(asked)) as pool:
-        return list(pool.map(lambda one: _ask(config, *one, timeout_s, secret), asked))
+        return list(pool.map(lambda one: _ask(config, one[0], one[1], timeout_s, secret), asked))
 
 
 def _ask(config: MooncakeConfig, side: Role, rank: int, timeout_s: float, secret: bytes | None) -> AgentRow:
@@ -117,7 +117,9 @@ def _ask(config: MooncakeConfig, side: Role, rank: int, timeout_s: float, secret
     ports = config.ports(side, rank)
     address = f"{ports.host}:{ports.side_channel}"
     try:
-        return make_row(side, rank, address, query_status(ports.host, ports.side_channel, timeout_s=timeout_s, secret=secret))
+        return make_row(
+            side, rank, address, query_status(ports.host, ports.side_channel, timeout_s=timeout_s, secret=secret)
+        )
     except AgentUnavailableError as error:
         return AgentRow(side, rank, address, error.what)
 
