@@ -251,5 +251,6 @@ def kv_port_clash(subject: KvSubject) -> Iterator[Finding]:
 def kv_unused_field(subject: KvSubject) -> Iterator[Finding]:
     """kv_ip and kv_port have no effect with MooncakeConnector: the addresses are those of the mooncake.json."""
     for name in ("kv_ip", "kv_port"):
-        if subject.get(name) is not None and subject.number(name) != subject.api_port:
+        is_api_port = subject.api_port is not None and subject.number(name) == subject.api_port
+        if subject.get(name) is not None and not is_api_port:
             yield Finding((name,), f"{name} has no effect with MooncakeConnector", "remove it")

@@ -88,7 +88,7 @@ def server_arguments(words: Sequence[str]) -> tuple[str, ...] | None:
     """The words after `vllm serve` or `-m vllm.entrypoints.openai.api_server`; None if they start no vLLM server."""
     for index, word in enumerate(words):
         name = word.rpartition("/")[2]
-        if name == "vllm" and words[index + 1 : index + 2] == ["serve"]:
+        if name == "vllm" and tuple(words[index + 1 : index + 2]) == ("serve",):
             return tuple(words[index + 2 :])
         if word == "-m" and index + 1 < len(words) and words[index + 1] in SERVER_MODULES:
             return tuple(words[index + 2 :])
