@@ -67,12 +67,20 @@ def check(deployment: Deployment, target: str, hardware: Mapping[str, str]) -> l
         for item in pair.instances():
             tags[item.name] |= _pair_tags(pair)
     findings: list[Finding] = []
-    for row in [*table("blockers"), *table("behaviours")]:
+    for row in [*table("blockers"), *_ahead(table("behaviours"), deployment)]:
         names = tuple(name for name, own in tags.items() if applies(row, target) and holds(row.when, own))
         if names:
             findings.append(_finding(row, names if len(names) < len(tags) else ()))
     findings += _flag_findings(deployment, target)
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def _ahead(rows: Sequence[Fact], deployment: Deployment) -> list[Fact]:
+    """Behaviour that is still ahead: not what the version that runs today already does."""
+    running = [version_key(version) for name, version in deployment.versions if name == "vllm"]
+    return [
+        row for row in rows if not (row.since and running and min(running) >= version_key(row.since.split("-")[-1]))
+    ]
 
 
 def _finding(row: Fact, names: tuple[str, ...]) -> Finding:

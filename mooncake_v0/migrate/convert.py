@@ -208,7 +208,8 @@ def _new_variables(instance: Instance, conversion: Conversion, bootstrap_port: i
     if bootstrap_port is not None:
         row = by_name("envs")["VLLM_MOONCAKE_BOOTSTRAP_PORT"]
         first["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(bootstrap_port)
-        conversion.change(row, "", f"VLLM_MOONCAKE_BOOTSTRAP_PORT={bootstrap_port}")
+        if instance.variable("VLLM_MOONCAKE_BOOTSTRAP_PORT") != str(bootstrap_port):
+            conversion.change(row, "", f"VLLM_MOONCAKE_BOOTSTRAP_PORT={bootstrap_port}")
     return first
 
 
@@ -217,7 +218,8 @@ _HOST_IP = "the address that engine, ZeroMQ socket and workers use; V0 took it f
 
 def unresolved(instances: Sequence[V1Instance]) -> list[str]:
     """Names and commands that only a running shell knows, in order of first use."""
-    words = [word for item in instances for word in [*item.argv, *(value for _, value in item.env)]]
+    words = [word for item in instances for word in item.argv]
+    words += [value for item in instances for name, value in item.env if value != f"${{{name}}}"]
     found = [match for word in words for match in re.findall(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}|\$\([^)]*\)|`[^`]+`", word)]
     return list(dict.fromkeys(found))
 

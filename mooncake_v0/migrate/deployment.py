@@ -186,7 +186,7 @@ def _instance(invocation: Invocation, configs: Mapping[str, MooncakeFile], found
         kv=kv.value if kv else None,
         kv_repaired=kv.repaired if kv else "",
         config=config,
-        host=host or invocation.host or ("" if own in _ANY_HOST else own),
+        host=host or invocation.host or dict(invocation.env).get("VLLM_HOST_IP") or ("" if own in _ANY_HOST else own),
         port=arguments.value("--port") or "8000",
         architecture=architecture,
         architecture_guessed=guessed,
@@ -234,7 +234,8 @@ def _config_of(
                 invocation.place, "MOONCAKE_CONFIG_PATH is not set", "the only mooncake.json given is taken for its own"
             )
         return next(iter(distinct.values()))
-    found.note(invocation.place, f"MOONCAKE_CONFIG_PATH={path}", "that file is not among the given paths")
+    if path:
+        found.note(invocation.place, f"MOONCAKE_CONFIG_PATH={path}", "that file is not among the given paths")
     return None
 
 

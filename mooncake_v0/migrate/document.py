@@ -31,7 +31,7 @@ def load_all(text: str) -> tuple[list[Any], dict[int, int]]:
     documents = []
     try:
         while loader.check_data():  # type: ignore[no-untyped-call]
-            documents.append(loader.get_data())  # type: ignore[no-untyped-call]
+            documents.append(loader.get_data())
     except (RecursionError, ValueError, TypeError, AttributeError) as error:
         # values that no constructor takes, such as the date 2024-99-99, or an unhashable key
         raise yaml.YAMLError(str(error)) from error

@@ -99,7 +99,11 @@ def _proxy_script(proxy: ProxyPlan | None, target: str) -> dict[str, str]:
     lines += [f"# {note}" for note in proxy.notes]
     if has("bootstrap_server", target):
         lines.append("# with an API key on the instances: export OPENAI_API_KEY before starting this")
-    return {"proxy.sh": "\n".join([*lines, "set -euo pipefail", "exec " + script_command(proxy.argv), ""])}
+    files = {}
+    for number, argv in enumerate(proxy.argvs, 1):
+        name = "proxy.sh" if len(proxy.argvs) == 1 else f"proxy-{number}.sh"
+        files[name] = "\n".join([*lines, "set -euo pipefail", "exec " + script_command(argv), ""])
+    return files
 
 
 _WRITERS: dict[str, Callable[[Sequence[V1Instance], str, ProxyPlan | None], dict[str, str]]] = {

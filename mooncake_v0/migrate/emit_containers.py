@@ -16,7 +16,6 @@ from mooncake_v0.migrate.rollout import prerequisites
 from mooncake_v0.migrate.secrets import is_secret_name
 
 _DROPPED_SERVICE_KEYS = ("command", "entrypoint", "environment", "env_file", "depends_on", "build", "container_name")
-PROXY_FILE = "mooncake_connector_proxy.py"
 
 
 def image(target: str) -> str:
@@ -68,8 +67,9 @@ def compose_file(items: Sequence[V1Instance], target: str, proxy: ProxyPlan | No
         services[item.name] = _service(item, document["service"], target)
         top.update(document["top"])
     if proxy is not None:
-        lines.append(f"# proxy: put {PROXY_FILE} beside this file, from {proxy.origin}")
-        services["proxy"] = _proxy_service(proxy, target)
+        lines.append(f"# proxy: put {proxy.file} beside this file, from {proxy.origin}")
+        for name, argv in _named_proxies(proxy):
+            services[name] = _proxy_service(argv, target)
     text = yaml.safe_dump({"services": services, **top}, sort_keys=False, allow_unicode=True, width=1000)
     return "\n".join([*lines, text])
 
@@ -105,13 +105,18 @@ def _compose_value(value: str) -> str:
     return f"${{{match[1]}:?set {match[1]} in .env}}" if match else value.replace("$", "$$")
 
 
-def _proxy_service(proxy: ProxyPlan, target: str) -> dict[str, Any]:
+def _named_proxies(proxy: ProxyPlan) -> list[tuple[str, tuple[str, ...]]]:
+    one = len(proxy.argvs) == 1
+    return [("proxy" if one else f"proxy-{number}", argv) for number, argv in enumerate(proxy.argvs, 1)]
+
+
+def _proxy_service(argv: Sequence[str], target: str) -> dict[str, Any]:
     return {
         "image": image(target),
         "network_mode": "host",
         "entrypoint": ["python3"],
-        "command": [f"/proxy/{proxy.argv[1]}", *map(_compose_word, proxy.argv[2:])],
-        "volumes": [f"./{proxy.argv[1]}:/proxy/{proxy.argv[1]}:ro"],
+        "command": [f"/proxy/{argv[1]}", *map(_compose_word, argv[2:])],
+        "volumes": [f"./{argv[1]}:/proxy/{argv[1]}:ro"],
     }
 
 
@@ -128,10 +133,11 @@ def manifest_files(items: Sequence[V1Instance], target: str, proxy: ProxyPlan | 
     if proxy is not None:
         lines = [
             f"# proxy; its file comes from {proxy.origin}:",
-            f"# kubectl create configmap mooncake-proxy --from-file={proxy.argv[1]}",
+            f"# kubectl create configmap mooncake-proxy --from-file={proxy.file}",
         ]
-        text = yaml.safe_dump(_proxy_manifest(proxy, target), sort_keys=False, width=1000)
-        files["proxy.yaml"] = "\n".join([*lines, text])
+        for name, argv in _named_proxies(proxy):
+            text = yaml.safe_dump(_proxy_manifest(f"mooncake-{name}-v1", argv, target), sort_keys=False, width=1000)
+            files[f"{name}.yaml"] = "\n".join([*lines, text])
     return files
 
 
@@ -224,21 +230,21 @@ def _covers(mount: str, path: str) -> bool:
     return bool(mount) and (path == mount or path.rpartition("/")[0] == mount.rstrip("/"))
 
 
-def _proxy_manifest(proxy: ProxyPlan, target: str) -> dict[str, Any]:
-    labels = {"app": "mooncake-proxy-v1"}
+def _proxy_manifest(name: str, argv: Sequence[str], target: str) -> dict[str, Any]:
+    labels = {"app": name}
     container = {
         "name": "proxy",
         "image": image(target),
-        "command": ["python3", f"/proxy/{proxy.argv[1]}"],
-        "args": [_kubernetes_word(word) for word in proxy.argv[2:]],
-        "ports": [{"containerPort": int(proxy.port) if proxy.port.isdigit() else 8000}],
+        "command": ["python3", f"/proxy/{argv[1]}"],
+        "args": [_kubernetes_word(word) for word in argv[2:]],
+        "ports": [{"containerPort": int(argv[argv.index("--port") + 1])}],
         "volumeMounts": [{"name": "proxy", "mountPath": "/proxy"}],
     }
     pod = {"containers": [container], "volumes": [{"name": "proxy", "configMap": {"name": "mooncake-proxy"}}]}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {"name": "mooncake-proxy-v1"},
+        "metadata": {"name": name},
         "spec": {
             "replicas": 1,
             "selector": {"matchLabels": labels},

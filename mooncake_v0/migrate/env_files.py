@@ -6,6 +6,9 @@ import re
 
 _LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*?)\s*$")
 
+# one value without spaces, or in quotes: `NAME=value command` is a command line, not a line of an env file
+_VALUE = re.compile(r"""\s*(?:export\s+)?[A-Za-z_][A-Za-z0-9_]*\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"']*)\s*(?:#.*)?$""")
+
 
 def parse_env_file(text: str) -> list[tuple[str, str]]:
     """Pairs in order; quotes around a value go, ` #` comments behind an unquoted one too."""
@@ -26,4 +29,4 @@ def _unquoted(value: str) -> str:
 def looks_like_env_file(text: str) -> bool:
     """Whether every line is an assignment, a comment or empty, and there is at least one assignment."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    return bool(lines) and all(_LINE.match(line) for line in lines)
+    return bool(lines) and all(_VALUE.match(line) for line in lines)

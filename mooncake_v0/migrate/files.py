@@ -86,6 +86,7 @@ class Files:
         self.files = files
         self.found = found
         self.secrets = secrets
+        self._used: set[str] = set()
 
     def read(self) -> Found:
         for file in self.files:
@@ -93,8 +94,11 @@ class Files:
         for file in self.files:
             before = self._counts()
             self._read(file)
-            if self._counts() == before:
+            if self._counts() == before and not self._is_env_file(file):
                 self.found.note(file.place, file.path, "holds nothing of a deployment that is understood here")
+        for file in self.files:
+            if self._is_env_file(file) and file.path not in self._used:
+                self.found.note(file.place, file.path, "an env file that nothing given names")
         # files written by scripts and ConfigMaps: mooncake.json and proxies are read where they are looked up
         self.found.files = [*self.files, *self.found.files]
         return self.found
@@ -105,7 +109,12 @@ class Files:
 
     def lookup(self, file: TextFile, written: str) -> TextFile | None:
         """A file that another one names."""
-        return find_file([*self.files, *self.found.files], written, file.path)
+        named = find_file([*self.files, *self.found.files], written, file.path)
+        self._used |= {named.path} if named else set()
+        return named
+
+    def _is_env_file(self, file: TextFile) -> bool:
+        return looks_like_env_file(file.text) and not file.path.endswith((".py", ".json", ".yaml", ".yml"))
 
     def nested(self, file: TextFile) -> Nested:
         def read(text: str, place: Place, scene: Scene) -> None:
@@ -135,9 +144,7 @@ class Files:
             self._yaml(file)
         elif name == "dockerfile" or name.endswith(".dockerfile") or name.startswith("dockerfile."):
             self._dockerfile(file)
-        elif looks_like_env_file(file.text):
-            self.found.note(file.place, file.path, "an env file: used where something names it")
-        else:
+        elif not self._is_env_file(file):
             self._script(file)
 
     def _script(self, file: TextFile) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Mapping, Sequence
 
 from mooncake_v0.migrate.python_scripts import ProxyScript, parse_proxy
 from mooncake_v0.migrate.records import Found, Invocation, Place, Shape
@@ -38,7 +38,7 @@ def find_proxies(found: Found) -> list[Proxy]:
         path = next((word for word in invocation.argv[:4] if word.endswith(".py")), "")
         if not path or (invocation.argv[0].rpartition("/")[2] == "vllm"):
             continue
-        match = next((key for key in scripts if key.rpartition("/")[2].split("#")[0] == path.rpartition("/")[2]), None)
+        match = _script_named(path, scripts)
         if match is not None:
             started.add(match)
             proxies.append(_from_arguments(scripts[match].kind, invocation, scripts[match]))
@@ -51,6 +51,14 @@ def find_proxies(found: Found) -> list[Proxy]:
         if path not in started:
             proxies.append(Proxy(script.kind, script.upstreams, "0.0.0.0", script.port, script.place))
     return list({(proxy.kind, proxy.upstreams, proxy.port): proxy for proxy in reversed(proxies)}.values())[::-1]
+
+
+def _script_named(path: str, scripts: Mapping[str, ProxyScript]) -> str | None:
+    """The key of a script by its file name; a script in a runbook has no name, but may be the only one."""
+    name = path.rpartition("/")[2]
+    named = [key for key in scripts if key.rpartition("/")[2] == name]
+    unnamed = [key for key in scripts if "#" in key]
+    return named[0] if named else unnamed[0] if len(unnamed) == 1 and "proxy" in name else None
 
 
 def _script(path: str, text: str, place: Place) -> ProxyScript | None:

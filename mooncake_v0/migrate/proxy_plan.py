@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Callable, Sequence
 
 from mooncake_v0.migrate.convert import V1Instance, quote
 from mooncake_v0.migrate.deployment import Deployment
@@ -23,16 +23,16 @@ WHY = {
 
 @dataclass(frozen=True)
 class ProxyPlan:
-    """today: one line per proxy found; argv: the command for V1; origin: where its file comes from."""
+    """today: one line per proxy found; file and origin: what to get from where; argvs: one command per model."""
 
     today: tuple[str, ...]
-    argv: tuple[str, ...]
+    file: str
     origin: str
     notes: tuple[str, ...]
-    port: str
+    argvs: tuple[tuple[str, ...], ...]
 
-    def command(self) -> str:
-        return " ".join(map(quote, self.argv))
+    def commands(self) -> list[str]:
+        return [" ".join(map(quote, argv)) for argv in self.argvs]
 
 
 def plan_proxy(deployment: Deployment, instances: Sequence[V1Instance], target: str) -> ProxyPlan | None:
@@ -41,13 +41,44 @@ def plan_proxy(deployment: Deployment, instances: Sequence[V1Instance], target: 
     decodes = [item for item in instances if item.role == "decode"]
     if not prefills and not decodes:
         return None
-    port = next((proxy.port for proxy in deployment.proxies if proxy.port), "8000")
     today = tuple(f"{proxy.kind} proxy: {WHY[proxy.kind]}" for proxy in deployment.proxies)
+    first = next((proxy.port for proxy in deployment.proxies if proxy.port.isdigit()), "8000")
+    taken = {item.original.port for item in instances}
+    write, file, path, notes = _kind(target)
+    argvs: list[tuple[str, ...]] = []
+    port = int(first)
+    for model in dict.fromkeys(item.original.model for item in [*prefills, *decodes]):
+        while str(port) in taken and argvs:
+            port += 1
+        mine = [[item for item in items if item.original.model == model] for items in (prefills, decodes)]
+        argvs.append(tuple(write(mine[0], mine[1], str(port))))
+        port += 1
+    if len(argvs) > 1:
+        notes = ("one proxy per model: it sends any request to any of its instances", *notes)
+    return ProxyPlan(
+        tuple(dict.fromkeys(today)), file, f"vllm-project/vllm, tag v{target}, {path}", notes, tuple(argvs)
+    )
+
+
+Writer = Callable[[Sequence[V1Instance], Sequence[V1Instance], str], "list[str]"]
+
+
+def _kind(target: str) -> tuple[Writer, str, str, tuple[str, ...]]:
+    """How to write the command for a target, its file, where that is, and remarks."""
     if has("bootstrap_server", target):
-        argv, origin, notes = _example(prefills, decodes, port, target)
-    else:
-        argv, origin, notes = _toy(prefills, decodes, port, target)
-    return ProxyPlan(tuple(dict.fromkeys(today)), tuple(argv), origin, tuple(notes), port)
+        path = EXAMPLE_PATH if has("example_moved", target) else OLD_EXAMPLE_PATH
+        return _example, "mooncake_connector_proxy.py", path, _EXAMPLE_NOTES
+    return _toy, "toy_proxy_server.py", TOY_PATH, _TOY_NOTES
+
+
+_EXAMPLE_NOTES = (
+    "it is an example, not part of the wheel: copy it from the tag of the version that runs",
+    "it asks the bootstrap servers once, at its start: restart it after every restart of a prefill instance",
+    "it listens on 127.0.0.1 unless told otherwise, and serves /v1/completions and /v1/chat/completions only",
+    "it replaces the client's Authorization header by its own OPENAI_API_KEY",
+    "vLLM's router (vllm-project/router, --kv-connector mooncake) is an alternative",
+)
+_TOY_NOTES = ("a toy for one prefill and one decode instance; from 0.16.0 on it moves no KV any more",)
 
 
 def url(item: V1Instance) -> str:
@@ -60,31 +91,18 @@ def url(item: V1Instance) -> str:
     return f"http://[{host}]:{item.original.port}" if ":" in host else f"http://{host}:{item.original.port}"
 
 
-def _example(
-    prefills: Sequence[V1Instance], decodes: Sequence[V1Instance], port: str, target: str
-) -> tuple[list[str], str, list[str]]:
+def _example(prefills: Sequence[V1Instance], decodes: Sequence[V1Instance], port: str) -> list[str]:
     argv = ["python3", "mooncake_connector_proxy.py", "--host", "0.0.0.0", "--port", port]
     for item in prefills:
         argv += ["--prefill", url(item), str(item.bootstrap_port)]
     for item in decodes:
         argv += ["--decode", url(item)]
-    path = EXAMPLE_PATH if has("example_moved", target) else OLD_EXAMPLE_PATH
-    notes = [
-        "it is an example, not part of the wheel: copy it from the tag of the version that runs",
-        "it asks the bootstrap servers once, at its start: restart it after every restart of a prefill instance",
-        "it listens on 127.0.0.1 unless told otherwise, and serves /v1/completions and /v1/chat/completions only",
-        "it replaces the client's Authorization header by its own OPENAI_API_KEY",
-        "vLLM's router (vllm-project/router, --kv-connector mooncake) is an alternative",
-    ]
-    return argv, f"vllm-project/vllm, tag v{target}, {path}", notes
+    return argv
 
 
-def _toy(
-    prefills: Sequence[V1Instance], decodes: Sequence[V1Instance], port: str, target: str
-) -> tuple[list[str], str, list[str]]:
+def _toy(prefills: Sequence[V1Instance], decodes: Sequence[V1Instance], port: str) -> list[str]:
     argv = ["python3", "toy_proxy_server.py", "--port", port]
     for option, items in (("--prefiller", prefills), ("--decoder", decodes)):
         for item in items[:1]:
             argv += [f"{option}-host", item.original.host or item.name.upper(), f"{option}-port", item.original.port]
-    notes = ["a toy for one prefill and one decode instance; from 0.16.0 on it moves no KV any more"]
-    return argv, f"vllm-project/vllm, tag v{target}, {TOY_PATH}", notes
+    return argv

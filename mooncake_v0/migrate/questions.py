@@ -6,7 +6,7 @@ import re
 from typing import Mapping, Sequence
 
 from mooncake_v0.migrate.convert import V1Instance
-from mooncake_v0.migrate.deployment import Deployment
+from mooncake_v0.migrate.deployment import Deployment, Instance
 
 _ADDRESS = re.compile(r"[\d.]+|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
 
@@ -42,7 +42,7 @@ def _pairs(deployment: Deployment, instances: Sequence[V1Instance]) -> list[str]
             partner = pair.decode if other == "decode" else pair.prefill
             if side is not None and partner is None:
                 asked.append(f"where is the {other} instance of {side.name}? it was not among the given files")
-        if pair.config is None:
+        if pair.config is None and not any(_says_protocol(item) for item in pair.instances()):
             names = " and ".join(item.name for item in pair.instances())
             asked.append(
                 f"what does the mooncake.json of {names} say? protocol rdma is assumed; V0's own default is tcp"
@@ -59,6 +59,12 @@ def _pairs(deployment: Deployment, instances: Sequence[V1Instance]) -> list[str]
         elif item.role != "plain" and not host:
             asked.append(f"on which host does {item.name} run? set its VLLM_HOST_IP")
     return asked
+
+
+def _says_protocol(item: Instance) -> bool:
+    """Whether the KV config itself names the protocol, as V1's does."""
+    extra = (item.kv or {}).get("kv_connector_extra_config")
+    return isinstance(extra, dict) and "mooncake_protocol" in extra
 
 
 def _models(instances: Sequence[V1Instance]) -> list[str]:

@@ -56,7 +56,7 @@ class Report:
     ports: tuple[PortRow, ...]
     firewall: tuple[str, ...]
     proxy: ProxyPlan | None
-    proxy_command: str
+    proxy_commands: tuple[str, ...]
     prerequisites: tuple[dict[str, str], ...]
     findings: tuple[Finding, ...]
     advisories: tuple[Advisory, ...]
@@ -123,7 +123,7 @@ def _report(
         ports=tuple(rows),
         firewall=tuple(firewall(rows, "proxy")) if proxy else (),
         proxy=proxy,
-        proxy_command=proxy.command() if proxy else "",
+        proxy_commands=tuple(proxy.commands()) if proxy else (),
         prerequisites=tuple(row.as_dict() for row in prerequisites(target)),
         findings=findings,
         advisories=tuple(advisories(deployment, target)) if instances else (),

@@ -93,7 +93,7 @@ def _group(instances: Sequence[V1Instance], proxy: ProxyPlan, target: str) -> St
         (
             f"open the ports of this report, then start {what} on other GPUs (or at a quiet hour on the same ones)",
             f"get the proxy from {proxy.origin}",
-            f"start it: {proxy.command()}",
+            *(f"start it: {command}" for command in proxy.commands()),
             "never mix: a V0 prefill cannot feed a V1 decode, so both sides of a group are replaced together",
         ),
         "; ".join(checks),

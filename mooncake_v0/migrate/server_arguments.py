@@ -123,7 +123,9 @@ def _canonical(written: str) -> tuple[str, str, str]:
     name = "--" + written[2:].replace("_", "-") if written.startswith("--") else written
     flags, options = by_name("flags"), by_name("options")
     if name in flags:
-        return name, "v0", flags[name].takes
+        # V1 takes all patterns behind one flag, where V0 repeats the flag; both forms are read
+        newer = options[name].takes if name in REPEATED and name in options else ""
+        return name, "v0", newer or flags[name].takes
     if name in options or name.partition(".")[0] in options:
         return name, "target", options[name].takes if name in options else "1"
     longer = [known for known in flags if name.startswith("--") and known.startswith(name)]

@@ -6,13 +6,43 @@ What is not known stays in the text as `${NAME}`, `$(...)` or `$((...))`.
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from typing import Mapping
+from typing import Callable, Mapping
 
 from tree_sitter import Node
 
 _ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "0": "\0", "a": "\a", "b": "\b", "e": "\x1b"}
 _EXPANSIONS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion", "process_substitution")
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+_LARGEST = 10**9
+
+
+def integer(expression: str) -> int | None:
+    """The value of a sum or product of small integers, None for anything else; nothing is evaluated by Python."""
+    if not re.fullmatch(r"[0-9+\-*() ]{1,100}", expression) or "**" in expression:
+        return None
+    try:
+        return _integer(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _integer(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < _LARGEST:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        result = _OPERATORS[type(node.op)](_integer(node.left), _integer(node.right))
+        if abs(result) < _LARGEST:
+            return result
+    raise ValueError("not a sum or product of small integers")
 
 
 class Words:
@@ -95,19 +125,31 @@ class Words:
     def expansion(self, node: Node) -> list[str]:
         """Values of `$NAME` and `${NAME...}`; anything that must be run stays as written."""
         text = self.text(node)
+        if node.type == "arithmetic_expansion":
+            return [self._arithmetic(text)]
         match = re.fullmatch(r"\$\{?([A-Za-z_][A-Za-z0-9_]*|[0-9@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?\}?", text, re.DOTALL)
         if node.type not in ("simple_expansion", "expansion") or not match:
             return [text]
-        name, operator = match[1], match[3]
+        name, sign = match[1], match[3]
         known = name in self.variables
-        empty = not known or (self.variables[name] == [""] and str(operator).startswith(":"))
-        if operator and operator[-1] in "-=" and empty:
+        empty = not known or (self.variables[name] == [""] and str(sign).startswith(":"))
+        if sign and sign[-1] in "-=" and empty:
             return [self._default(node, match[4])]
-        if operator and operator[-1] == "+":
+        if sign and sign[-1] == "+":
             return [self._default(node, match[4])] if not empty else [""]
         if known:
             return list(self.variables[name])
         return [f"${{{name}}}"]
+
+    def _arithmetic(self, text: str) -> str:
+        """Sums and products of integers and known variables; anything else stays as written."""
+
+        def known(match: re.Match[str]) -> str:
+            return " ".join(self.variables.get(match[1], [match[0]]))
+
+        expression = re.sub(r"\$?\{?\b([A-Za-z_][A-Za-z0-9_]*|(?<=\$)[0-9])\}?", known, text[3:-2])
+        result = integer(expression)
+        return text if result is None else str(result)
 
     def _default(self, node: Node, text: str) -> str:
         inner = [
