@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Sequence
 
 import click
 
+from mooncake_v0.config.addresses import without_password
 from mooncake_v0.config.check import Checked, check_bytes
 from mooncake_v0.config.model import Role
 from mooncake_v0.config.render import FileReport
@@ -213,7 +214,7 @@ def _diff(path: str, old: bytes, new: bytes) -> str:
 
     before, after = (data.decode("utf-8", "replace").splitlines(keepends=True) for data in (old, new))
     diff = difflib.unified_diff(before, after, fromfile=path, tofile=f"{path} (fixed)")
-    return "".join(line if line.endswith("\n") else line + "\n" for line in diff)
+    return "".join(without_password(line if line.endswith("\n") else line + "\n") for line in diff)
 
 
 def _print(reports: Sequence[FileReport], output: str, could_not_check: bool) -> int:

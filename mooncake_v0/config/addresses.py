@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 
 from mooncake_v0.config.model import Endpoint
+from mooncake_v0.config.source import shorten
 
 # what `metadata_backend` may say (upstream's table)
 METADATA_BACKENDS = ("etcd", "redis", "http")
@@ -114,6 +115,16 @@ def split_scheme(text: str) -> tuple[str | None, str]:
     """The scheme as written (None without one) and the rest: 'ETCD://h:1' gives ('ETCD', 'h:1')."""
     match = SCHEME.fullmatch(text)
     return (match["scheme"], match["rest"]) if match else (None, text)
+
+
+def masked(text: str) -> str:
+    """The text for a message: not longer than 80 characters, and with PASSWORD in place of a password."""
+    return shorten(without_password(text))
+
+
+def without_password(text: str) -> str:
+    """The text with PASSWORD in place of the password of every URL in it."""
+    return re.sub(r"(://[^:/@,\s\"]*):[^\s\"]*@", r"\1:PASSWORD@", text)
 
 
 def effective_scheme(text: str, backend: str | None) -> str:

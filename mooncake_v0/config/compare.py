@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Mapping, Sequence
 
-from mooncake_v0.config.addresses import parse_endpoint, parse_metadata
+from mooncake_v0.config.addresses import masked, parse_endpoint, parse_metadata
 from mooncake_v0.config.check import Checked
 from mooncake_v0.config.rules.registry import explain_only
-from mooncake_v0.config.source import render_path, shorten
+from mooncake_v0.config.source import render_path
 from mooncake_v0.errors import ERROR, Diagnostic
 
 explain_only(
@@ -33,7 +33,7 @@ def _differences(first: tuple[str, Checked], path: str, checked: Checked) -> tup
     for name, value in ours.items():
         if value != theirs[name]:
             line, column = checked.document.place((name,)) or (1, 1)
-            what = f"{name} is {shorten(repr(value))} here and {shorten(repr(theirs[name]))} in {first[0]}"
+            what = f"{name} is {masked(repr(value))} here and {masked(repr(theirs[name]))} in {first[0]}"
             fix = "make both copies equal; prefill and decode read the same file"
             found.append(Diagnostic("files-differ", ERROR, render_path((name,)), what, fix, line, column))
     return tuple(found)

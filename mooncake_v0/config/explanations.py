@@ -28,6 +28,7 @@ GROUPS = {
     "shape": "Fields of mooncake.json",
     "endpoints": "prefill_url and decode_url",
     "metadata": "The metadata server",
+    "metadata_use": "The metadata server",
     "protocol": "protocol and device_name",
     "ports": "Ports and hosts of the pair",
     "kv_transfer": "--kv-transfer-config",

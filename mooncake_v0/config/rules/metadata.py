@@ -21,15 +21,14 @@ from mooncake_v0.config.addresses import (
     effective_scheme,
     is_host,
     is_ipv6,
-    is_loopback,
-    same_host,
+    masked,
     split_host_port,
     split_scheme,
     usual_port,
 )
 from mooncake_v0.config.rules.registry import Edit, Finding, Subject, rule
 from mooncake_v0.config.source import quote, shorten
-from mooncake_v0.errors import ERROR, INFO, WARNING
+from mooncake_v0.errors import ERROR, WARNING
 
 WHERE = ("metadata_server",)
 BACKEND = ("metadata_backend",)
@@ -95,7 +94,7 @@ def metadata_blanks(subject: Subject) -> Iterator[Finding]:
     """Blanks before or after the address. They are ignored here; the engine would take them for a part of it."""
     text = subject.text("metadata_server")
     if text is not None and text != text.strip() and text.strip():
-        yield Finding(WHERE, f"blanks around {shorten(text.strip())!r}", "remove the blanks", Edit(WHERE, text.strip()))
+        yield Finding(WHERE, f"blanks around {masked(text.strip())!r}", "remove the blanks", Edit(WHERE, text.strip()))
 
 
 @rule(ERROR, syntax=True)
@@ -105,7 +104,7 @@ def metadata_p2phandshake(subject: Subject) -> Iterator[Finding]:
     The V0 pair needs one. The smallest is `mooncake-v0 metadata serve`, which needs neither etcd nor redis.
     """
     if server(subject).upper() == "P2PHANDSHAKE":
-        fix = 'run `mooncake-v0 metadata serve` on one host and write "http://HOST:8080/metadata"'
+        fix = 'run `mooncake-v0 metadata serve --host HOST` there and write "http://HOST:8080/metadata"'
         yield Finding(WHERE, "P2PHANDSHAKE is not a metadata server", fix)
 
 
@@ -117,7 +116,7 @@ def metadata_scheme_slashes(subject: Subject) -> Iterator[Finding]:
         rest = server(subject)[match.end() :]
         fixed = f"{match[1].lower()}://{rest}"
         if not rest.isdigit():
-            yield Finding(WHERE, f"{match[0]!r} is not a scheme", f"write {quote(shorten(fixed))}")
+            yield Finding(WHERE, f"{match[0]!r} is not a scheme", f"write {quote(masked(fixed))}")
 
 
 @rule(ERROR, syntax=True)
@@ -140,7 +139,7 @@ def metadata_scheme_case(subject: Subject) -> Iterator[Finding]:
     if written is not None and written != written.lower():
         fixed = f"{written.lower()}://{rest}"
         yield Finding(
-            WHERE, f"scheme {written!r} is not in lower case", f"write {quote(shorten(fixed))}", Edit(WHERE, fixed)
+            WHERE, f"scheme {written!r} is not in lower case", f"write {quote(masked(fixed))}", Edit(WHERE, fixed)
         )
 
 
@@ -152,7 +151,18 @@ def metadata_two_schemes(subject: Subject) -> Iterator[Finding]:
     if outer is not None and inner is not None:
         first = outer.lower()
         kept = "etcds" if first == "etcd" and inner.lower() == "https" else first
-        yield Finding(WHERE, f"two schemes: {outer}://{inner}://", f"write {quote(shorten(kept + '://' + inner_rest))}")
+        yield Finding(WHERE, f"two schemes: {outer}://{inner}://", f"write {quote(masked(kept + '://' + inner_rest))}")
+
+
+@rule(ERROR, syntax=True)
+def metadata_login(subject: Subject) -> Iterator[Finding]:
+    """The password has a character that ends the host part of a URL: /, ? or #.
+
+    Write it percent-encoded: %2F for /, %3F for ?, %23 for #; and %40 for @, %25 for % itself.
+    """
+    match = re.match(r"[^/?#@]*:([^/?#@]*)([/?#]).*@", split_scheme(server(subject))[1])
+    if match and not match[1].isdigit():
+        yield Finding(WHERE, f"an unencoded {match[2]!r} in the password", f"write %{ord(match[2]):02X} for it")
 
 
 @rule(ERROR, syntax=True)
@@ -161,7 +171,7 @@ def metadata_host_missing(subject: Subject) -> Iterator[Finding]:
     if server(subject) and any(not host for host, _ in hosts(subject)):
         yield Finding(
             WHERE,
-            f"a host is missing in {shorten(server(subject))!r}",
+            f"a host is missing in {masked(server(subject))!r}",
             f"write SCHEME://HOST:PORT, for example {EXAMPLE}",
         )
 
@@ -185,7 +195,7 @@ def metadata_host_syntax(subject: Subject) -> Iterator[Finding]:
     if re.search(r"\s", server(subject)):
         yield Finding(
             WHERE,
-            f"blanks inside {shorten(server(subject))!r}",
+            f"blanks inside {masked(server(subject))!r}",
             "remove them; an etcd list is separated by commas alone",
         )
         return
@@ -255,8 +265,8 @@ def metadata_http_path(subject: Subject) -> Iterator[Finding]:
             etcd = " (if port 2379 is an etcd, write etcd:// instead of http://)" if ":2379" in text else ""
             yield Finding(
                 WHERE,
-                f"{shorten(text)!r} {'ends with a slash' if path.rstrip('/') else 'has no path'}",
-                f"write {quote(shorten(fixed))}{etcd}",
+                f"{masked(text)!r} {'ends with a slash' if path.rstrip('/') else 'has no path'}",
+                f"write {quote(masked(fixed))}{etcd}",
             )
 
 
@@ -275,7 +285,7 @@ def metadata_query(subject: Subject) -> Iterator[Finding]:
         word = "query" if found[0] == "?" else "fragment"
         yield Finding(
             WHERE,
-            f"the URL has a {word}: {_without_password(server(subject))!r}",
+            f"the URL has a {word}: {masked(server(subject))!r}",
             f"remove the {found[0]!r} and what follows",
         )
         return
@@ -300,141 +310,9 @@ def metadata_path(subject: Subject) -> Iterator[Finding]:
     if kind not in ("http", "https") and not re.fullmatch(allowed, path):
         fixed = re.sub(r"(?<![/:])/.*", "", server(subject))
         fix = (
-            f"write {quote(shorten(fixed + '/mymaster'))}"
+            f"write {quote(masked(fixed + '/mymaster'))}"
             if kind.endswith("+sentinel")
-            else f"write {quote(shorten(fixed))}"
+            else f"write {quote(masked(fixed))}"
         )
         http = " (or http:// before it, if it is an http server)" if path == "metadata" else ""
         yield Finding(WHERE, f"/{shorten(path)} is not a path of {kind}", fix + http)
-
-
-@rule(ERROR)
-def metadata_backend_mismatch(subject: Subject) -> Iterator[Finding]:
-    """The scheme of metadata_server and metadata_backend contradict each other.
-
-    Upstream takes the scheme and silently ignores metadata_backend. One of the two was forgotten in a change.
-    """
-    written, _ = split_scheme(server(subject))
-    backend = (subject.text("metadata_backend") or "").strip().lower()
-    if written is None or written.lower() not in METADATA_SCHEMES or backend not in METADATA_BACKENDS:
-        return
-    if METADATA_SCHEMES[written.lower()] != backend:
-        what = f"metadata_backend is {backend}, but metadata_server starts with {written}://"
-        fix = f"remove metadata_backend if {written}:// is right, else change the scheme"
-        yield Finding(BACKEND, what, fix, related=(WHERE,))
-
-
-@rule(ERROR)
-def metadata_loopback(subject: Subject) -> Iterator[Finding]:
-    """The metadata server is "localhost", but prefill and decode are two machines.
-
-    Each of them would look for the server on itself.
-    """
-    prefill, decode, metadata = subject.final["prefill"], subject.final["decode"], subject.metadata
-    if prefill is None or decode is None or metadata is None:
-        return
-    if any(is_loopback(host) for host, _ in metadata.hosts) and not same_host(prefill.host, decode.host):
-        what = f"{metadata.host} is another machine for each of {prefill.host} and {decode.host}"
-        related = (("prefill_url",), ("decode_url",))
-        yield Finding(WHERE, what, "write the address of the machine that the metadata server runs on", related=related)
-
-
-@rule(WARNING)
-def metadata_usual_port(subject: Subject) -> Iterator[Finding]:
-    """The port is another service's usual one: 6379 is redis, 2379 is etcd for clients, 2380 is etcd among themselves.
-
-    An address without a scheme is taken for etcd, whatever its port.
-    """
-    if subject.metadata is None:
-        return
-    kind = subject.metadata.kind
-    usual = {6379: "redis", 2379: "etcd", 2380: "etcd's port for its own cluster"}
-    for _, port in subject.metadata.hosts:
-        if port in usual and usual[port] != kind:
-            fix = "use 2379" if port == 2380 else f"write {usual[port]}:// before it, if that is what runs there"
-            yield Finding(WHERE, f"port {port} is usually {usual[port]}, used here as {kind}", fix, related=(BACKEND,))
-
-
-@rule(INFO)
-def metadata_prefix_missing(subject: Subject) -> Iterator[Finding]:
-    """metadata_server has no scheme. It is taken for what metadata_backend says, or for etcd.
-
-    Upstream announced that metadata_backend will go, so a scheme in metadata_server is the form that lasts.
-    """
-    text = server(subject)
-    if subject.metadata is not None and split_scheme(text)[0] is None:
-        fixed = subject.metadata.url
-        what = f"no scheme before {shorten(text)!r}, taken for {subject.metadata.scheme}"
-        yield Finding(WHERE, what, f"write {quote(shorten(fixed))}", Edit(WHERE, fixed))
-
-
-@rule(INFO)
-def metadata_backend_deprecated(subject: Subject) -> Iterator[Finding]:
-    """metadata_backend is the old way to name the kind of metadata server; upstream announced its end.
-
-    A scheme in metadata_server says the same. The line does no harm while both agree.
-    """
-    backend = subject.text("metadata_backend")
-    if subject.metadata is not None and backend == subject.metadata.kind and split_scheme(server(subject))[0]:
-        yield Finding(BACKEND, "metadata_backend repeats the scheme of metadata_server", "remove the line")
-
-
-def _gateway_fix(subject: Subject) -> str:
-    assert subject.metadata is not None
-    command = f"mooncake-v0 metadata serve --store {quote(_without_password(subject.metadata.url))} --port 8080"
-    return (
-        f"nothing, the plugin starts one; or run one for all hosts: `{command}` "
-        'and write "metadata_server": "http://HOST:8080/metadata"'
-    )
-
-
-def _without_password(url: str) -> str:
-    return re.sub(r"(://[^:/@]*):[^@/]*@", r"\1:PASSWORD@", shorten(url))
-
-
-@rule(INFO)
-def metadata_redis(subject: Subject) -> Iterator[Finding]:
-    """A redis metadata server. The published engine wheels have no redis plugin and abort the process on redis://.
-
-    With this package it works: the plugin starts a private http gateway in front of redis and gives the engine that.
-    One gateway for all hosts can be run instead; the finding gives the two lines.
-    """
-    if subject.metadata is not None and subject.metadata.kind == "redis":
-        yield Finding(WHERE, "the engine cannot speak redis, a gateway is put in front of it", _gateway_fix(subject))
-
-
-@rule(INFO)
-def metadata_etcd_cluster(subject: Subject) -> Iterator[Finding]:
-    """A list of etcd servers. The engine takes exactly one; a list fails in it after five seconds.
-
-    With this package it works: the plugin starts a private http gateway that talks to the whole cluster.
-    """
-    if subject.metadata is not None and subject.metadata.scheme == "etcd" and len(subject.metadata.hosts) > 1:
-        yield Finding(WHERE, "the engine takes one etcd server, a gateway talks to the cluster", _gateway_fix(subject))
-
-
-@rule(INFO)
-def metadata_credentials(subject: Subject) -> Iterator[Finding]:
-    """User and password in metadata_server. The engine cannot log in to etcd; with http it sends them as Basic auth.
-
-    With this package a private gateway logs in. The file then holds a password: keep it readable for vLLM's user only.
-    """
-    if subject.metadata is not None and subject.metadata.user_info and subject.metadata.scheme in ("etcd", "etcds"):
-        yield Finding(WHERE, "the engine cannot log in to etcd, a gateway does", _gateway_fix(subject))
-
-
-@rule(INFO)
-def metadata_tls(subject: Subject) -> Iterator[Finding]:
-    """A metadata server behind TLS: https or etcds.
-
-    The engine trusts only the system's certificate store for https (SSL_CERT_FILE and CURL_CA_BUNDLE have no effect on
-    it) and has no client certificates. With this package a private gateway makes the connection.
-    """
-    if (
-        subject.metadata is not None
-        and subject.metadata.scheme in ("https", "etcds")
-        and not subject.metadata.user_info
-    ):
-        yield Finding(
-            WHERE, f"the engine's own {subject.metadata.scheme} is limited, a gateway connects", _gateway_fix(subject)
-        )
