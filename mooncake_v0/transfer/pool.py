@@ -30,8 +30,8 @@ class Pool:
 
     @classmethod
     def create(cls, nbytes: int) -> Pool:
-        """Make a new pool; nbytes is rounded up to whole pages. Its memory is not touched yet."""
-        nbytes = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        """Make a new pool of nbytes, rounded down to whole pages. Its memory is not touched yet."""
+        nbytes = max(1, nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         check_memory(nbytes)
         fd = os.memfd_create("mooncake-v0-pool", os.MFD_CLOEXEC)
         os.ftruncate(fd, nbytes)

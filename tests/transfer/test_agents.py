@@ -1,0 +1,286 @@
+"""Two agents and the real engine: entries move, faults are misses, and everything recovers by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake_v0.config.model import Endpoint
+from mooncake_v0.errors import AgentUnavailableError
+from mooncake_v0.metadata.registry import INSTANCE_PREFIX
+from mooncake_v0.metadata.store import open_store
+from mooncake_v0.pin.processes import find_free_port
+from mooncake_v0.transfer.status import query_status
+from tests.transfer.conftest import (
+    MIB,
+    POOL_BYTES,
+    Agents,
+    MakeAgents,
+    agent_pid,
+    frozen,
+    key,
+    listening_addresses,
+    wait_until,
+)
+
+SIZES = [1, 799, 4096, 4097, MIB, 33 * MIB + 17]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_entry_arrives_as_it_was_stored(shared_agents: Agents, nbytes: int) -> None:
+    assert shared_agents.store(nbytes, nbytes, fill=nbytes % 251) == ""
+
+    assert shared_agents.fetch(nbytes) == bytes([nbytes % 251]) * nbytes
+    assert shared_agents.fetch(nbytes) == bytes([nbytes % 251]) * nbytes
+
+
+def test_unknown_key_is_a_miss_at_once(shared_agents: Agents) -> None:
+    started = time.monotonic()
+
+    assert shared_agents.fetch(999_999, wait_s=10.0) == "unknown"
+    assert time.monotonic() - started < 5.0
+
+
+def test_announced_entry_is_waited_for_and_only_up_to_the_deadline(shared_agents: Agents) -> None:
+    shared_agents.prefill.reserve([key(50)], [4096])
+
+    assert shared_agents.fetch(50, wait_s=0.3) == "late"
+
+    shared_agents.prefill.commit([key(50)], [4096])
+    assert isinstance(shared_agents.fetch(50), bytes)
+
+
+def test_aborted_entry_ends_the_wait(shared_agents: Agents) -> None:
+    shared_agents.prefill.reserve([key(51)], [4096])
+    wait_until(lambda: shared_agents.decode.status().counters.get("lost", 0) >= 0)
+
+    shared_agents.prefill.abort([key(51)])
+
+    assert shared_agents.fetch(51, wait_s=5.0) in ("failed", "unknown")
+
+
+def test_key_that_decode_still_holds_is_not_sent_again(shared_agents: Agents) -> None:
+    shared_agents.store(60, MIB, fill=6)
+    shared_agents.fetch(60)
+    before = shared_agents.decode.status().counters["reads"]
+
+    assert shared_agents.store(60, MIB, fill=7) in ("held", "exists")
+
+    assert shared_agents.fetch(60) == bytes([6]) * MIB
+    assert shared_agents.decode.status().counters["reads"] == before
+
+
+def test_entry_larger_than_the_buffer_is_refused_and_the_next_one_moves(agents: Agents) -> None:
+    assert agents.store(1, POOL_BYTES + 1, fill=1) == "too_large"
+    assert agents.fetch(1) == "unknown"
+
+    assert agents.store(2, MIB, fill=2) == ""
+    assert agents.fetch(2) == bytes([2]) * MIB
+
+
+def test_full_buffers_evict_and_never_exceed_their_limit(agents: Agents) -> None:
+    for number in range(1, 13):
+        assert agents.store(number, 10 * MIB, fill=number) == ""
+        assert agents.fetch(number) == bytes([number]) * 10 * MIB
+        assert agents.decode.status().buffer_bytes <= POOL_BYTES
+        assert agents.prefill.status().buffer_bytes <= POOL_BYTES
+
+    assert agents.decode.status().counters["evicted"] >= 6
+    assert agents.fetch(12) == bytes([12]) * 10 * MIB
+
+
+def test_entry_that_decode_evicted_is_fetched_again_from_prefill(make_agents: MakeAgents) -> None:
+    agents = make_agents(decode={"pool_nbytes": 4 * MIB})
+    agents.wait_connected()
+    for number in (1, 2):
+        agents.store(number, 3 * MIB, fill=number)
+        assert agents.fetch(number) == bytes([number]) * 3 * MIB
+
+    assert agents.fetch(1) == bytes([1]) * 3 * MIB
+
+
+def test_entries_expire(make_agents: MakeAgents) -> None:
+    agents = make_agents(ttl_s=0.5)
+    agents.wait_connected()
+    agents.store(1, MIB, fill=1)
+    agents.fetch(1)
+
+    wait_until(lambda: agents.decode.status().entries == 0 and agents.prefill.status().entries == 0)
+
+    assert agents.fetch(1) == "unknown"
+    assert agents.decode.status().counters["expired"] == 1
+
+
+DISAGREEMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"fingerprint": {"model": "other"}}, "model differs"),
+    ({"tp_size": 2}, "tp_size differs"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), DISAGREEMENTS, ids=["model", "tp"])
+def test_disagreement_names_the_field_on_both_sides(
+    make_agents: MakeAgents, change: dict[str, Any], sentence: str
+) -> None:
+    agents = make_agents(decode=change)
+
+    wait_until(lambda: sentence in getattr(agents.status("decode"), "peer", ""))
+    wait_until(lambda: sentence in getattr(agents.status("prefill"), "peer", ""))
+
+    assert agents.store(1, MIB, fill=1) == "no_peer"
+    assert agents.fetch(1) == "no_peer"
+
+
+def test_different_mooncake_json_is_named(make_agents: MakeAgents, metadata_url: str) -> None:
+    agents = make_agents()
+    agents.wait_connected()
+    agents.decode.close()
+    config = agents.prefill.settings.config
+    other = replace(config, metadata_server=metadata_url + "/")
+    late = make_agents(
+        decode={"config": other}, prefill={"config": replace(config, prefill=Endpoint("127.0.0.1", 1024))}
+    )
+
+    wait_until(lambda: "config_digest differs" in getattr(late.status("decode"), "peer", ""))
+    assert "different mooncake.json" in late.decode.status().peer
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+def test_killed_agent_is_replaced_and_transfers_resume(agents: Agents, victim: str) -> None:
+    agents.store(1, MIB, fill=1)
+    agents.fetch(1)
+    client = agents.prefill if victim == "prefill" else agents.decode
+
+    os.kill(agent_pid(client), signal.SIGKILL)
+
+    wait_until(lambda: client.restarts == 1)
+    agents.wait_connected()
+    wait_until(lambda: agents.store(2, MIB, fill=2) == "")
+    assert agents.fetch(2) == bytes([2]) * MIB
+
+
+def test_frozen_agent_of_the_worker_is_given_up_in_time_and_replaced(agents: Agents) -> None:
+    old = agent_pid(agents.decode)
+    with frozen(old):
+        started = time.monotonic()
+        with pytest.raises(AgentUnavailableError):
+            agents.decode.select([key(1)], 0.5)
+        assert time.monotonic() - started < 5.0
+        wait_until(lambda: agents.decode.restarts == 1)
+
+        agents.wait_connected()
+
+    assert agent_pid(agents.decode) != old
+
+
+def test_frozen_peer_is_a_miss_in_time_and_a_peer_again_afterwards(agents: Agents) -> None:
+    agents.store(1, 30 * MIB, fill=1)
+    with frozen(agent_pid(agents.prefill)):
+        started = time.monotonic()
+        result = agents.fetch(2, wait_s=3.0)
+        assert result in ("no_peer", "unknown", "late")
+        assert time.monotonic() - started < 10.0
+        wait_until(lambda: "silent" in agents.decode.status().peer)
+        assert agents.fetch(3, wait_s=3.0) == "no_peer"
+
+    agents.wait_connected()
+    wait_until(lambda: agents.store(4, MIB, fill=4) == "")
+    assert agents.fetch(4) == bytes([4]) * MIB
+
+
+def test_agents_end_with_their_worker_and_remove_their_keys(make_agents: MakeAgents, metadata_url: str) -> None:
+    agents = make_agents()
+    agents.wait_connected()
+    store = open_store(metadata_url)
+    names = [client.settings.ports.segment_name for client in (agents.prefill, agents.decode)]
+    keys = [prefix + name for name in names for prefix in ("mooncake/ram/", "mooncake/rpc_meta/", INSTANCE_PREFIX)]
+    wait_until(lambda: all(store.get(name) is not None for name in keys))
+
+    agents.prefill.close()
+    os.kill(agent_pid(agents.decode), signal.SIGTERM)
+
+    wait_until(lambda: store.get(keys[0]) is None and store.get(keys[1]) is None and store.get(keys[2]) is None)
+    wait_until(lambda: agents.decode.restarts == 1)
+
+
+def test_vanished_keys_are_written_again(agents: Agents, metadata_url: str) -> None:
+    store = open_store(metadata_url)
+    name = f"mooncake/ram/{agents.prefill.settings.ports.segment_name}"
+    wait_until(lambda: store.get(name) is not None)
+    value = store.get(name)
+    time.sleep(0)
+
+    wait_until(lambda: store.get(INSTANCE_PREFIX + agents.prefill.settings.ports.segment_name) is not None)
+    store.delete(name)
+
+    wait_until(lambda: store.get(name) == value)
+
+
+def test_metadata_server_that_is_not_there_is_named_and_waited_for(make_agents: MakeAgents) -> None:
+    from mooncake_v0.metadata.gateway import start_gateway_thread
+
+    port = find_free_port()
+    agents = make_agents(metadata_url=f"http://127.0.0.1:{port}/metadata")
+    wait_until(lambda: f"127.0.0.1:{port}" in getattr(agents.status("decode"), "engine", ""))
+
+    gateway = start_gateway_thread("memory:", port=port, is_private=False)
+    try:
+        agents.wait_connected()
+        assert agents.store(1, MIB, fill=1) == ""
+        assert agents.fetch(1) == bytes([1]) * MIB
+    finally:
+        agents.prefill.close()
+        agents.decode.close()
+        gateway.close()
+
+
+def test_second_process_of_the_same_name_is_refused_and_the_first_goes_on(
+    agents: Agents, make_agents: MakeAgents
+) -> None:
+    twin = make_agents(prefill={"config": agents.prefill.settings.config})
+
+    wait_until(lambda: "is taken" in getattr(twin.status("prefill"), "peer", ""))
+
+    assert agents.store(1, MIB, fill=1) == ""
+    assert agents.fetch(1) == bytes([1]) * MIB
+
+
+def test_shared_secret_is_needed_on_both_sides(make_agents: MakeAgents, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_text("correct horse\n")
+    second.write_text("battery staple\n")
+    agents = make_agents(prefill={"secret_file": str(first)}, decode={"secret_file": str(second)})
+    wait_until(lambda: getattr(agents.status("decode"), "engine", "") == "ready")
+    ports = agents.prefill.settings.ports
+
+    with pytest.raises(AgentUnavailableError):
+        query_status(ports.host, ports.side_channel, timeout_s=1.0)
+    with pytest.raises(AgentUnavailableError):
+        query_status(ports.host, ports.side_channel, timeout_s=1.0, secret=b"battery staple")
+    assert query_status(ports.host, ports.side_channel, secret=b"correct horse").role == "prefill"
+    assert not agents.is_connected()
+
+
+def test_agents_with_the_same_secret_connect(make_agents: MakeAgents, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("correct horse\n")
+    agents = make_agents(secret_file=str(secret))
+    agents.wait_connected()
+
+    assert agents.store(1, MIB, fill=1) == ""
+    assert agents.fetch(1) == bytes([1]) * MIB
+
+
+def test_only_the_engine_listens_beyond_the_configured_address(shared_agents: Agents) -> None:
+    """The engine's two ports are on all addresses, which cannot be changed (0.3.3.post2, tcp_transport.cpp:187)."""
+    ports = shared_agents.prefill.settings.ports
+
+    addresses = listening_addresses(agent_pid(shared_agents.prefill))
+
+    assert ("127.0.0.1", ports.side_channel) in addresses
+    assert {port for host, port in addresses if host != "127.0.0.1"} <= {ports.handshake, ports.data}

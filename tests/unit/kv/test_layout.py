@@ -1,0 +1,138 @@
+"""Gather and scatter on the cache shapes of every V0 backend (vllm 0.6.4.post1, get_kv_cache_shape)."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any, Callable, Sequence
+
+import pytest
+import torch
+
+from mooncake_v0.errors import KVLayoutError
+from mooncake_v0.kv.layout import KVLayout, find_block_dim
+
+NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE, LAYERS = 12, 16, 2, 64, 3
+
+BACKENDS: dict[str, tuple[Callable[[int], Sequence[int]], int]] = {
+    "FlashAttention": (lambda n: (2, n, BLOCK_SIZE, HEADS, HEAD_SIZE), 1),
+    "xformers": (lambda n: (2, n, BLOCK_SIZE * HEADS * HEAD_SIZE), 1),
+    "FlashInfer": (lambda n: (n, 2, BLOCK_SIZE, HEADS, HEAD_SIZE), 0),
+    "OpenVINO": (lambda n: (2, n, HEADS, BLOCK_SIZE, HEAD_SIZE), 1),
+    "Pallas": (lambda n: (HEADS, n, BLOCK_SIZE, HEAD_SIZE), 1),
+}
+REAL = {
+    "flash_attn": ("FlashAttentionBackend", "FlashAttention"),
+    "flashinfer": ("FlashInferBackend", "FlashInfer"),
+    "openvino": ("OpenVINOAttentionBackend", "OpenVINO"),
+}
+PAGED = {
+    "xformers": "XFormersBackend",
+    "torch_sdpa": "TorchSDPABackend",
+    "rocm_flash_attn": "ROCmFlashAttentionBackend",
+    "blocksparse_attn": "BlocksparseFlashAttentionBackend",
+}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.uint8]
+
+
+def real_shape_function(module: str, class_name: str) -> Callable[..., Sequence[int]]:
+    """get_kv_cache_shape as the installed vLLM has it, taken out of its module: most need a GPU's kernels to import."""
+    from vllm.attention.ops.paged_attn import PagedAttention
+
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    path = Path(spec.submodule_search_locations[0]) / "attention" / "backends" / f"{module}.py"
+    (cls,) = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == class_name]
+    (function,) = [n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "get_kv_cache_shape"]
+    function.decorator_list = []
+    names: dict[str, Any] = {"PagedAttention": PagedAttention, "Tuple": tuple}
+    exec(compile(ast.Module([function], []), str(path), "exec"), names)
+    found: Callable[..., Sequence[int]] = names["get_kv_cache_shape"]
+    return found
+
+
+@pytest.mark.pin
+@pytest.mark.parametrize("module", REAL)
+def test_shapes_below_are_those_of_the_installed_vllm(module: str) -> None:
+    class_name, backend = REAL[module]
+
+    shape = real_shape_function(module, class_name)(NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE)
+
+    assert tuple(shape) == tuple(BACKENDS[backend][0](NUM_BLOCKS))
+
+
+@pytest.mark.pin
+@pytest.mark.parametrize("module", PAGED)
+def test_backends_on_paged_attention_have_the_flat_shape(module: str) -> None:
+    shape = real_shape_function(module, PAGED[module])(NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE)
+
+    assert tuple(shape) == tuple(BACKENDS["xformers"][0](NUM_BLOCKS))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_block_dimension_is_found(backend: str) -> None:
+    get_shape, dim = BACKENDS[backend]
+
+    assert find_block_dim(get_shape) == dim
+
+
+def test_a_shape_without_a_block_dimension_is_refused() -> None:
+    with pytest.raises(KVLayoutError, match="no single block dimension"):
+        find_block_dim(lambda n: (n * BLOCK_SIZE, HEADS))
+
+
+def make_caches(get_shape: Callable[[int], Sequence[int]], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = tuple(get_shape(NUM_BLOCKS))
+    return [torch.randint(0, 256, shape, generator=generator).to(torch.uint8).to(dtype) for _ in range(LAYERS)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_arrive_where_the_other_side_wants_them(backend: str, dtype: torch.dtype) -> None:
+    get_shape, dim = BACKENDS[backend]
+    source, target = make_caches(get_shape, dtype, 1), make_caches(get_shape, dtype, 2)
+    untouched = [cache.clone() for cache in target]
+    src_ids, dst_ids = torch.tensor([7, 0, 11]), torch.tensor([2, 9, 4])
+    out_layout, in_layout = KVLayout(source, dim), KVLayout(target, dim)
+    entry = torch.zeros(out_layout.nbytes(3), dtype=torch.uint8)
+
+    out_layout.gather(src_ids, entry)
+    in_layout.scatter(entry, dst_ids, first=0)
+
+    for before, after, origin in zip(untouched, target, source):
+        assert torch.equal(after.index_select(dim, dst_ids), origin.index_select(dim, src_ids))
+        others = torch.tensor([i for i in range(NUM_BLOCKS) if i not in dst_ids.tolist()])
+        assert torch.equal(after.index_select(dim, others), before.index_select(dim, others))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_that_the_prefix_cache_holds_are_not_written(backend: str) -> None:
+    get_shape, dim = BACKENDS[backend]
+    source, target = make_caches(get_shape, torch.float16, 1), make_caches(get_shape, torch.float16, 2)
+    held = target[0].index_select(dim, torch.tensor([2])).clone()
+    out_layout = KVLayout(source, dim)
+    entry = torch.zeros(out_layout.nbytes(3), dtype=torch.uint8)
+    out_layout.gather(torch.tensor([7, 0, 11]), entry)
+
+    KVLayout(target, dim).scatter(entry, torch.tensor([2, 9, 4]), first=1)
+
+    assert torch.equal(target[0].index_select(dim, torch.tensor([2])), held)
+    wanted = source[0].index_select(dim, torch.tensor([0, 11]))
+    assert torch.equal(target[0].index_select(dim, torch.tensor([9, 4])), wanted)
+
+
+def test_an_entry_of_the_wrong_size_is_refused() -> None:
+    layout = KVLayout(make_caches(BACKENDS["FlashInfer"][0], torch.float16, 1), 0)
+
+    with pytest.raises(KVLayoutError, match="does not hold 2 blocks"):
+        layout.scatter(torch.zeros(layout.nbytes(3), dtype=torch.uint8), torch.tensor([1, 2]), first=0)
+
+
+def test_layers_without_attention_are_skipped_and_unequal_layers_refused() -> None:
+    caches = make_caches(BACKENDS["xformers"][0], torch.float16, 1)
+
+    assert len(KVLayout([caches[0], torch.empty(0), caches[1]], 1).planes) == 4
+    with pytest.raises(KVLayoutError, match="differ"):
+        KVLayout([caches[0], caches[1][:, :5].contiguous()], 1)
