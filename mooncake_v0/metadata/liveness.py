@@ -19,7 +19,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Any, Sequence
 
 from mooncake_v0.metadata.registry import InstanceRecord
 from mooncake_v0.metadata.segments import Segment
@@ -90,28 +90,22 @@ def judge_segments(segments: Sequence[Segment], judge: Judge | None = None) -> d
 
 
 async def _probe_all(segments: Sequence[Segment]) -> list[str]:
-    gate = asyncio.Semaphore(MAX_CONNECTS)
-    known: dict[tuple[str, int], asyncio.Task[str]] = {}
+    addresses = [(segment.host, segment.probe_port) for segment in segments]
+    found: dict[tuple[str | None, int | None], str] = {}
+    waiting = iter({address for address in addresses if address[0] and address[1] and address[1] <= 65535})
 
-    async def gated(host: str, port: int) -> str:
-        async with gate:
-            return await _probe(host, port)
+    async def work() -> None:
+        # the workers share one iterator: thousands of tasks at once would cost more than the connects
+        for host, port in waiting:
+            found[(host, port)] = await _probe(str(host), int(port or 0))
 
-    async def one(segment: Segment) -> str:
-        host, port = segment.host, segment.probe_port
-        if not host or port is None or port > 65535:
-            return "its address is not known"
-        task = known.get((host, port))
-        if task is None:
-            task = known[(host, port)] = asyncio.ensure_future(gated(host, port))
-        return await task
-
-    return list(await asyncio.gather(*(one(segment) for segment in segments)))
+    await asyncio.gather(*(work() for _ in range(min(MAX_CONNECTS, len(addresses)))))
+    return [found.get(address, "its address is not known") for address in addresses]
 
 
 async def _probe(host: str, port: int) -> str:
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_TIMEOUT_S)
+        await asyncio.wait_for(_connect(host, port), CONNECT_TIMEOUT_S)
     except asyncio.TimeoutError:
         return f"{host}:{port} does not answer"
     except socket.gaierror:
@@ -120,8 +114,24 @@ async def _probe(host: str, port: int) -> str:
         if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:
             return REFUSED
         return f"{host}:{port} cannot be reached: {error}"
-    writer.close()
     return ANSWERS
+
+
+async def _connect(host: str, port: int) -> None:
+    loop = asyncio.get_running_loop()
+    family, address = _literal(host, port)
+    if family is None:
+        family, _, _, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        await loop.sock_connect(probe, address)
+
+
+def _literal(host: str, port: int) -> tuple[int | None, Any]:
+    try:
+        return (socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET), (host, port)
+    except ValueError:
+        return None, None
 
 
 def is_loopback(host: str) -> bool:

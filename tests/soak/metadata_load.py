@@ -1,0 +1,169 @@
+"""Load on the metadata gateway, measured against the wheel's own server in the same run.
+
+    python -m tests.soak.metadata_load [--rounds 5]
+
+Both servers run on core 0 over memory, the same client on core 1; rounds alternate. Prints requests per second and p99
+for PUT and GET, then the time to list 10,000 segments with `metadata ls` and to tell 1,000 watchers of a change. Exit
+code 1 when a ratio to the wheel's server is on the wrong side of 1, or a list takes a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Sequence
+
+from mooncake_v0.metadata.gateway import raise_file_limit
+from mooncake_v0.metadata.store import open_store
+from tests.servers import Server, free_ports, start_wheel_server
+
+CONNECTIONS = (1, 32, 256)
+REQUESTS = 8000
+SEGMENTS = 10_000
+WATCHERS = 1000
+VALUE = json.dumps(
+    {
+        "buffers": [{"addr": 140000000000000 + i, "length": 1 << 30, "name": "10.0.0.7:13003"} for i in range(3)],
+        "name": "10.0.0.7:13003",
+        "protocol": "tcp",
+        "timestamp": "2026-01-01 00:00:00.000000",
+    }
+).encode()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of one method."""
+
+    per_s: float
+    p99_ms: float
+
+
+async def measure(port: int, method: str, connections: int) -> Measured:
+    """REQUESTS requests over kept connections, each waiting for its answer."""
+    seconds: list[float] = []
+
+    async def one(number: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for i in range(REQUESTS // connections):
+            key = f"mooncake%2Fram%2F10.0.0.7%3A{10000 + (number * 7919 + i) % 1000}"
+            head = f"{method} /metadata?key={key} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: */*\r\n"
+            body = VALUE if method == "PUT" else b""
+            if body:
+                head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            started = time.perf_counter()
+            writer.write(head.encode() + b"\r\n" + body)
+            answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+            assert answer[9:12] == b"200", answer
+            await reader.readexactly(int(answer.split(b"content-length:")[1].split(b"\r\n")[0]))
+            seconds.append(time.perf_counter() - started)
+        writer.close()
+
+    started = time.perf_counter()
+    await asyncio.gather(*(one(number) for number in range(connections)))
+    took_s = time.perf_counter() - started
+    return Measured(len(seconds) / took_s, 1000 * sorted(seconds)[int(len(seconds) * 0.99)])
+
+
+def start_gateway(folder: Path) -> Server:
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "mooncake_v0", "metadata", "serve", "--port", str(port)]
+    return Server(command, port, f"http://127.0.0.1:{port}/metadata", folder).start()
+
+
+def compare(ours: Server, wheel: Server, rounds: int) -> bool:
+    """Print the table; whether every ratio is on the right side."""
+    is_good = True
+    print(f"{'':14}{'ours /s':>10}{'wheel /s':>10}{'ratio':>7}{'ours p99 ms':>13}{'wheel p99 ms':>13}{'ratio':>7}")
+    for connections in CONNECTIONS:
+        for method in ("PUT", "GET"):
+            runs: dict[int, list[Measured]] = {ours.port: [], wheel.port: []}
+            for _ in range(rounds):
+                for port, found in runs.items():
+                    found.append(asyncio.run(measure(port, method, connections)))
+            rates = [statistics.median(m.per_s for m in found) for found in runs.values()]
+            p99s = [statistics.median(m.p99_ms for m in found) for found in runs.values()]
+            rate_ratio, p99_ratio = rates[0] / rates[1], p99s[0] / p99s[1]
+            is_good = is_good and rate_ratio >= 1 and p99_ratio < 1
+            print(
+                f"{method} x{connections:<9}{rates[0]:10.0f}{rates[1]:10.0f}{rate_ratio:7.2f}"
+                f"{p99s[0]:13.2f}{p99s[1]:13.2f}{p99_ratio:7.2f}"
+            )
+    return is_good
+
+
+def list_many(ours: Server) -> bool:
+    """`metadata ls` of SEGMENTS segments, without and with the knock on each port; whether the list takes under 1 s."""
+    store = open_store(ours.url)
+    for i in range(SEGMENTS):
+        name = f"127.{i >> 14 & 127}.{i >> 7 & 127}.{1 + (i & 127)}:13003"
+        meta = json.dumps({"ip_or_host_name": name.split(":")[0], "rpc_port": 13003}).encode()
+        store.put(f"mooncake/ram/{name}", VALUE)
+        store.put(f"mooncake/rpc_meta/{name}", meta)
+    started = time.perf_counter()
+    count = len(store.list("mooncake/ram/"))
+    list_s = time.perf_counter() - started
+    store.close()
+    command = [sys.executable, "-m", "mooncake_v0", "metadata", "ls", ours.url]
+    took_s = []
+    for extra in (["--no-probe"], []):
+        started = time.perf_counter()
+        subprocess.run([*command, *extra], check=True, stdout=subprocess.DEVNULL, timeout=120)
+        took_s.append(time.perf_counter() - started)
+    print(f"{count} segments listed in {list_s:.2f} s; `metadata ls` {took_s[0]:.2f} s, with probes {took_s[1]:.2f} s")
+    return count == SEGMENTS and list_s < 1
+
+
+async def watch_many(ours: Server) -> bool:
+    """WATCHERS open watches; all of them see one change."""
+
+    async def open_watch() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", ours.port)
+        writer.write(b"GET /metadata/watch?prefix=watched HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readuntil(b"\n\r\n")  # the first, empty line: the watch has begun
+        return reader, writer  # a writer that is dropped closes its connection
+
+    watches = [await open_watch() for _ in range(WATCHERS)]
+    store = open_store(ours.url)
+    started = time.perf_counter()
+    await asyncio.to_thread(store.put, "watched/key", b"1")
+    seen = await asyncio.wait_for(asyncio.gather(*(reader.readuntil(b"}\n") for reader, _ in watches)), 30)
+    print(f"{len(seen)} watchers told in {time.perf_counter() - started:.3f} s")
+    store.close()
+    for _, writer in watches:
+        writer.close()
+    return all(b'"watched/key"' in line for line in seen)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args(arguments).rounds
+    raise_file_limit()
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as name:
+        os.sched_setaffinity(0, cores[:1])  # the servers inherit it
+        servers = [start_gateway(Path(name)), start_wheel_server(Path(name))]
+        os.sched_setaffinity(0, cores[1:] or cores)
+        try:
+            results = [compare(servers[0], servers[1], rounds), list_many(servers[0])]
+            results.append(asyncio.run(watch_many(servers[0])))
+        finally:
+            for server in servers:
+                server.stop()
+    print("good" if all(results) else "NOT good")
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
