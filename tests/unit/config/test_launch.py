@@ -20,12 +20,16 @@ CONFIG = {
     "protocol": "tcp",
     "device_name": "",
 }
-PRODUCER = '\'{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","kv_rank":0,"kv_parallel_size":2,"kv_buffer_size":2e9}\''
+PRODUCER = (
+    '\'{"kv_connector":"MooncakeConnector","kv_role":"kv_producer","kv_rank":0,'
+    '"kv_parallel_size":2,"kv_buffer_size":2e9}\''
+)
 CONSUMER = PRODUCER.replace("kv_producer", "kv_consumer").replace('"kv_rank":0', '"kv_rank":1')
 MODULE = "python3 -m vllm.entrypoints.openai.api_server --model Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4"
 ENVIRONMENT = "MOONCAKE_CONFIG_PATH=./mooncake.json VLLM_USE_MODELSCOPE=True"
-PREFILL = f"{ENVIRONMENT} {MODULE} --port 8100 --max-model-len 10000 --gpu-memory-utilization 0.8 --kv-transfer-config {PRODUCER}"
-DECODE = f"{ENVIRONMENT} {MODULE} --port 8200 --max-model-len 10000 --gpu-memory-utilization 0.8 --kv-transfer-config {CONSUMER}"
+LIMITS = "--max-model-len 10000 --gpu-memory-utilization 0.8"
+PREFILL = f"{ENVIRONMENT} {MODULE} --port 8100 {LIMITS} --kv-transfer-config {PRODUCER}"
+DECODE = f"{ENVIRONMENT} {MODULE} --port 8200 {LIMITS} --kv-transfer-config {CONSUMER}"
 OTHER_GPU = "CUDA_VISIBLE_DEVICES=0 " + PREFILL + " &\nCUDA_VISIBLE_DEVICES=1 " + DECODE + "\n"
 
 

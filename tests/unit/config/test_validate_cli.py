@@ -183,7 +183,8 @@ def test_github_annotation_escapes_what_would_end_it(tmp_path: Path) -> None:
 
     output = run(path, "--format", "github").output
 
-    expected = f"::error file={tmp_path}/a%2Cb%3Ac.json,line=5,col=15,title=protocol-unknown::$.protocol: unknown protocol '50%25\\n'"
+    place = f"::error file={tmp_path}/a%2Cb%3Ac.json,line=5,col=15,title=protocol-unknown::"
+    expected = place + "$.protocol: unknown protocol '50%25\\n'"
     assert output.splitlines()[0].startswith(expected)
     assert len(output.splitlines()) == 1
 
