@@ -18,10 +18,12 @@ from mooncake_v0.errors import CouldNotCheckError, MooncakeV0Error
 
 # name -> (module, attribute, one line for the list of commands)
 COMMANDS: dict[str, tuple[str, str, str]] = {
+    "bench": ("mooncake_v0.cli.bench", "bench", "Measure the transfer and the latency of a pair."),
     "demo": ("mooncake_v0.cli.demo", "demo", "Run a whole pair on this host, ask it, show what moved."),
     "metadata": ("mooncake_v0.cli.metadata", "metadata", "Serve, inspect and clean the metadata store."),
     "migrate": ("mooncake_v0.cli.migrate", "migrate", "Report what it takes to move a V0 deployment to vLLM V1."),
     "proxy": ("mooncake_v0.cli.proxy", "proxy", "Serve the OpenAI API in front of prefill and decode instances."),
+    "doctor": ("mooncake_v0.cli.doctor", "doctor", "Find what is wrong on this host, and the command that fixes it."),
     "launch": ("mooncake_v0.cli.launch", "launch", "Check, then start prefill, decode or a whole pair."),
     "status": ("mooncake_v0.cli.status", "status", "Show both sides of a running pair, live."),
     "explain": ("mooncake_v0.cli.explain", "explain", "Explain a finding by its name, or list all."),
