@@ -28,7 +28,7 @@ MAY_IMPORT = {
 # module from outside -> the only files or folders that may import it
 ONLY_IN = {
     "mooncake": ("transfer/engine.py",),
-    "vllm": ("vllm_plugin/",),
+    "vllm": ("vllm_plugin/", "bench/upstream_peer.py"),
     "torch": ("kv/", "vllm_plugin/", "bench/"),
     "zmq": ("transfer/",),
     "quart": ("proxy/",),
