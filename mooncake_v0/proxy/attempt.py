@@ -29,6 +29,7 @@ from mooncake_v0.proxy.record import USAGE_WITHIN_BYTES, Record
 from mooncake_v0.proxy.settings import ProxySettings
 from mooncake_v0.proxy.sse import EventFramer
 
+REFUSED_FIELDS = (400, 422)
 WHOLE_ANSWER_BYTES = 1024 * 1024  # answers up to this size are complete before the client gets their first byte
 
 
@@ -103,6 +104,11 @@ class Attempt:
             self._failed(failure)
             record.disaggregated = "fallback"
             record.error = failure.kind
+            return None
+        if refusal is not None and refusal.status in REFUSED_FIELDS and not self.services.settings.require_prefill:
+            # vLLM's message quotes the body, and this one quotes the copy; decode refuses the client's own words, or
+            # serves what only this prefill instance will not have
+            record.disaggregated, record.skip_reason = "skipped", "refused_by_prefill"
             return None
         record.disaggregated = "yes" if refusal is None else ""
         return refusal

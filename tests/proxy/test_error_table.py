@@ -57,7 +57,7 @@ async def test_decode_fault_reaches_the_client_as_an_error(start_proxy: StartPro
 
 
 @pytest.mark.parametrize("stream", STREAMED)
-@pytest.mark.parametrize("fault", list(FINAL))
+@pytest.mark.parametrize("fault", ["401", "404"])
 async def test_prefill_refusal_is_passed_on_and_decode_not_asked(
     start_proxy: StartProxy, fault: str, stream: bool
 ) -> None:
@@ -68,6 +68,33 @@ async def test_prefill_refusal_is_passed_on_and_decode_not_asked(
     assert (status, body) == (FINAL[fault], vllm_error(FINAL[fault]))
     assert headers["content-type"] == "application/json"
     assert running.decode.posts() == []
+
+
+@pytest.mark.parametrize("stream", STREAMED)
+@pytest.mark.parametrize("fault", list(FINAL))
+async def test_refusal_by_a_required_prefill_is_passed_on(start_proxy: StartProxy, fault: str, stream: bool) -> None:
+    running = await with_fault(start_proxy, "prefill", fault, require_prefill=True)
+
+    status, _, body = await running.post({**BODY, "stream": stream})
+
+    assert (status, body) == (FINAL[fault], vllm_error(FINAL[fault]))
+    assert running.decode.posts() == []
+
+
+@pytest.mark.parametrize("stream", STREAMED)
+@pytest.mark.parametrize("fault", ["400", "422"])
+async def test_fields_that_prefill_refuses_are_refused_in_the_words_of_decode(
+    start_proxy: StartProxy, fault: str, stream: bool
+) -> None:
+    running = await with_fault(start_proxy, "prefill", fault)
+    refusal = b'{"object":"error","message":"quotes the client","type":"BadRequestError","code":400}'
+    running.decode.behaviour = answer(400, refusal)
+
+    status, headers, body = await running.post({**BODY, "stream": stream})
+
+    assert (status, body) == (400, refusal)
+    assert headers["x-mooncake-disaggregated"] == "skipped"
+    assert running.log_lines()[0]["skip_reason"] == "refused_by_prefill"
 
 
 @pytest.mark.parametrize("stream", STREAMED)
