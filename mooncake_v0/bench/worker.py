@@ -30,6 +30,7 @@ from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan
 from mooncake_v0.transfer.agent_client import AgentClient
 from mooncake_v0.transfer.agent_settings import AgentSettings
 from mooncake_v0.transfer.engine import EngineSettings, MooncakeEngine
+from mooncake_v0.transfer.pool import ALIGNMENT_BYTES
 
 WAIT_S = 60.0
 _DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
@@ -60,7 +61,8 @@ class Worker:
         mooncake = MooncakeConfig(
             Endpoint(**config["prefill"]), Endpoint(**config["decode"]), config["metadata_server"], "tcp"
         )
-        settings = AgentSettings(role, 0, 1, mooncake, {"shape": self.shape.name}, self.shape.entry_bytes(blocks))
+        pool_nbytes = self.shape.entry_bytes(blocks) + ALIGNMENT_BYTES  # the limit is cut to whole pages
+        settings = AgentSettings(role, 0, 1, mooncake, {"shape": self.shape.name}, pool_nbytes)
         self.client = AgentClient(transports.with_transport(settings, transport))
         self._lock_pages(device)
         self.client.start()
@@ -108,10 +110,11 @@ class Worker:
 
     def reserve(self, key: str, blocks: int) -> None:
         """Announce an entry: from now on the consumer may wait for it."""
-        plan = self._plan(key, blocks)
-        self._reserved = self.producer.reserve(plan)
+        self._counted.clear()
+        self._reserved = self.producer.reserve(self._plan(key, blocks))
         if not self._reserved:
-            raise TransferError(f"the producer's agent did not reserve {self.shape.entry_bytes(blocks)} bytes")
+            nbytes, reasons = self.shape.entry_bytes(blocks), ", ".join(sorted(self._counted))
+            raise TransferError(f"the producer's agent did not reserve {nbytes} bytes: {reasons}")
 
     def commit(self) -> float:
         """The reserved entry is complete; returns when that was said. Its bytes are what the pool holds."""
