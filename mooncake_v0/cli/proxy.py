@@ -31,10 +31,11 @@ pair, whose answer is passed on byte for byte.
 
 \b
 Examples:
-  mooncake-v0 proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200
-  mooncake-v0 proxy --pair http://a:8100,http://b:8200 --pair http://c:8100,http://d:8200
+  mooncake-v0 proxy --prefill http://prefill:8100 --decode http://decode:8200
+  mooncake-v0 proxy --pair http://a:8100,http://b:8200 \\
+                    --pair http://c:8100,http://d:8200
   mooncake-v0 proxy --pairs pairs.toml --admin-port 8001
-  mooncake-v0 proxy --discover etcd://10.0.0.9:2379 --host 0.0.0.0 --api-key-file keys
+  mooncake-v0 proxy --discover etcd://10.0.0.9:2379 --host 0.0.0.0
 """
 
 

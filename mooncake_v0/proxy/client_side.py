@@ -26,6 +26,7 @@ class ClientSide:
         self.request_id = request_id
         self.extra = extra  # headers that every response carries (CORS, connection: close while draining)
         self.started = False
+        self.finished = False
         self.events = False  # the response that has started is a stream of events
         self.status = 0
         self.bytes_sent = 0
@@ -64,7 +65,9 @@ class ClientSide:
     async def _wait_for_disconnect(self, guard: Guard) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        guard.cut(CLIENT_GONE)
+        # the server also says so when the answer has been sent, while its sender still waits to hear of it
+        if not self.finished:
+            guard.cut(CLIENT_GONE)
 
     def unwatch(self) -> None:
         if self._watcher is not None:
@@ -81,6 +84,7 @@ class ClientSide:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish(self, data: bytes = b"") -> None:
+        self.finished = True
         self.bytes_sent += len(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 

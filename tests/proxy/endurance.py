@@ -66,7 +66,7 @@ async def until_ready(command: Command) -> None:
 
 async def streams(seconds: float, clients: int) -> dict[str, Any]:
     """Memory and descriptors at the end against those after the first tenth, with `clients` streams all the time."""
-    arguments = await pair_arguments(events=50, pause_s=0.2)
+    arguments = await pair_arguments(events=60, pause_s=0.5)
     arguments += ["--max-requests-per-pair", str(2 * clients), "--max-prefills-per-pair", str(clients)]
     samples: list[tuple[float, int, int]] = []
     async with running_command(*arguments) as command:
