@@ -51,10 +51,10 @@ class Conversion:
     def finish(self) -> None:
         if self.speculative:
             self.flags.append(Flag("--speculative-config", (compact(self.speculative),)))
-        if self.patterns:
-            self.flags.append(Flag("--ignore-patterns", tuple(self.patterns)))
         if self.rope:
             self._overrides({"rope_parameters": self.rope})
+        if self.patterns:
+            self.flags.append(Flag("--ignore-patterns", tuple(self.patterns)))
 
     def _overrides(self, new: dict[str, Any]) -> None:
         old = next((flag for flag in self.flags if flag.name == "--hf-overrides"), None)
