@@ -8,11 +8,24 @@ python -m tests.engine_child   one request a line on standard input, one answer 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import subprocess
 import sys
 from typing import Any
+
+from tests.servers import answers
+
+_PORTS = itertools.count(21000 + os.getpid() % 1000 * 10, 4)
+
+
+def free_name() -> str:
+    """A segment name whose two ports are free and below the range from which the system picks ports."""
+    while True:
+        port = 21000 + next(_PORTS) % 10000
+        if not (answers(port) or answers(port + 1)):
+            return f"127.0.0.1:{port}"
 
 
 class Engine:
@@ -60,7 +73,11 @@ def main() -> None:
     regions: list[ctypes.Array[ctypes.c_char]] = []
     for line in sys.stdin:
         request = json.loads(line)
-        out.write(json.dumps({"answer": answer(engine, regions, request)}) + "\n")
+        try:
+            found = answer(engine, regions, request)
+        except RuntimeError as error:
+            found = ["exception", str(error)]
+        out.write(json.dumps({"answer": found}) + "\n")
         out.flush()
         if request["do"] == "exit":
             break

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Callable, Iterator, Mapping, Sequence
 
 from mooncake_v0.errors import ERROR, INFO, WARNING, Diagnostic
+from mooncake_v0.metadata.engine_values import RAM_PREFIX, RPC_PREFIX, fault_in
 from mooncake_v0.metadata.liveness import ALIVE, STALE, Liveness, is_loopback
-from mooncake_v0.metadata.segments import RAM_PREFIX, RPC_PREFIX, Segment
+from mooncake_v0.metadata.segments import Segment
 
 Rule = Callable[[Segment], Iterator[Diagnostic]]
 
@@ -35,9 +36,11 @@ def _stale(segment: Segment, liveness: Liveness) -> Diagnostic:
 
 
 def corrupt_value(segment: Segment) -> Iterator[Diagnostic]:
-    """A value that is not a JSON object: the engine refuses the whole segment."""
+    """A value that is not what the engine writes: transfers from that segment fail, some with an exception."""
     for key in segment.corrupt_keys:
-        what, fix = "its value cannot be read", "restart that instance, which publishes it again, or remove the key"
+        value = next(entry.value for entry in segment.entries if entry.key == key)
+        what = f"its value cannot be read: {fault_in(key, value) or 'it is no record of ours'}"
+        fix = "restart that instance, which publishes it again, or remove the key"
         yield Diagnostic("metadata-corrupt-value", ERROR, key, what, fix)
 
 

@@ -2,12 +2,13 @@
 
 The contract of the pinned engine (0.3.3.post2, transfer_metadata_plugin.cpp, and the wheel's own server):
 
-    GET    /metadata?key=K            200 + value | 404
+    GET    /metadata?key=K            200 + value | 404; 422 for a value that would make the engine throw
     PUT    /metadata?key=K  value     200, also over an existing key: a crashed engine's keys are still there
     DELETE /metadata?key=K            200 | 404
 
-Ours besides: `ttl` (seconds) on PUT, `If-Match` on DELETE, GET /metadata/list?prefix=P, GET /metadata/watch?prefix=P
-(one JSON object a line), GET /health (a put, get and delete at the store) and GET /metrics (Prometheus).
+Ours besides: `ttl` (seconds) on PUT, `raw` on GET (the value whatever it is), `If-Match` on DELETE, GET
+/metadata/list?prefix=P, GET /metadata/watch?prefix=P (one JSON object a line), GET /health (a put, get and delete at the
+store) and GET /metrics (Prometheus).
 Errors are JSON: {"error": what, "fix": how}.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote_plus
 
 from mooncake_v0.errors import MetadataError, StoreUnavailableError, UnsupportedError
+from mooncake_v0.metadata.engine_values import fault_in
 from mooncake_v0.metadata.gateway_auth import Access
 from mooncake_v0.metadata.gateway_metrics import GatewayMetrics
 from mooncake_v0.metadata.http_store import entry_row, value_tag
@@ -89,11 +91,15 @@ class GatewayRequests:
             return refusal(500, error.what, error.fix)
 
     async def _one_key(self, method: str, query: str, if_match: str | None, body: bytes) -> Reply:
-        key, ttl_s = _key_and_ttl(query)
+        key, ttl_s, is_raw = _read_query(query)
         if method == "GET":
             found = await self._runner.get(key)
             if found.value is None:
                 return NOT_FOUND
+            fault = None if is_raw else fault_in(key, found.value)
+            if fault is not None:
+                logger.warning("the value of %r is kept from the engine: %s", key, fault)
+                return refusal(422, f"the value is corrupt: {fault}", "restart that instance, or remove the key")
             stale = {} if found.stale_s is None else {"Age": f"{found.stale_s:.0f}", "Warning": '110 - "store is down"'}
             return Reply(200, found.value, headers=stale)
         if method == "PUT":
@@ -154,17 +160,17 @@ def refusal(status: int, what: str, fix: str, headers: dict[str, str] | None = N
     return Reply(status, json.dumps({"error": what, "fix": fix}).encode(), headers={**extra, **(headers or {})})
 
 
-def _key_and_ttl(query: str) -> tuple[str, float | None]:
-    """The key, decoded, and the ttl. Raises ValueError with what is wrong."""
+def _read_query(query: str) -> tuple[str, float | None, bool]:
+    """The key, decoded, the ttl, and whether a value is wanted whatever it is. Raises ValueError with what is wrong."""
     if query.startswith("key=") and "&" not in query:  # all that the engine ever sends
-        return _checked_key(unquote_plus(query[4:], errors="strict")), None
+        return _checked_key(unquote_plus(query[4:], errors="strict")), None, False
     fields = dict(parse_qsl(query, keep_blank_values=True, errors="strict"))
     if "key" not in fields:
         raise ValueError("there is no key")
     ttl_s = float(fields["ttl"]) if "ttl" in fields else None
     if ttl_s is not None and not (math.isfinite(ttl_s) and 0 < ttl_s <= MAX_TTL_S):
         raise ValueError(f"ttl {ttl_s} is not a number of seconds above 0")
-    return _checked_key(fields["key"]), ttl_s
+    return _checked_key(fields["key"]), ttl_s, "raw" in fields
 
 
 def _checked_key(key: str) -> str:

@@ -24,7 +24,7 @@ from mooncake_v0.metadata.queue_watch import Offer, QueueWatch
 from mooncake_v0.metadata.store import LIST_TIMEOUT_S, Change, Entry, Watch
 from mooncake_v0.metadata.store_url import StoreURL
 
-MAX_ERROR_CHARS = 200
+MAX_ERROR_CHARS = 500
 WATCH_SILENCE_S = 45.0  # the gateway sends an empty line every 15 s
 
 
@@ -48,7 +48,7 @@ class HttpStore:
         self._headers = _authorization(address, token)
 
     def get(self, key: str) -> bytes | None:
-        status, body = self._request("GET", _query(key=key))
+        status, body = self._request("GET", _query(key=key, raw="1"))
         if status == 404:
             return None
         self._require_ok(status, body)
@@ -148,15 +148,17 @@ class HttpStore:
     def _require_ok(self, status: int, body: bytes) -> None:
         if status == 200:
             return
-        text = body[:MAX_ERROR_CHARS].decode("utf-8", "replace").strip()
+        text, fix = _error_text(body)
         if status in (401, 403):
             raise MetadataError(
                 f"{self.url} refused the login (http {status})", fix="give its token or user and password"
             )
         if status >= 500:
-            raise StoreUnavailableError(f"{self.url} answered http {status}: {text}", fix="see that server's log")
+            raise StoreUnavailableError(
+                f"{self.url} answered http {status}: {text}", fix=fix or "see that server's log"
+            )
         raise MetadataError(
-            f"{self.url} answered http {status}: {text}", fix="check the URL; the engine's path is /metadata"
+            f"{self.url} answered http {status}: {text}", fix=fix or "check the URL; the engine's path is /metadata"
         )
 
     def _unavailable(self, error: Exception) -> StoreUnavailableError:
@@ -208,6 +210,15 @@ def row_value(row: Mapping[str, object]) -> bytes | None:
     if "value" in row:
         return str(row["value"]).encode()
     return base64.b64decode(str(row["value_base64"]), validate=True) if "value_base64" in row else None
+
+
+def _error_text(body: bytes) -> tuple[str, str]:
+    """What and fix from the gateway's JSON error; the text itself from any other server."""
+    try:
+        row = json.loads(body)
+        return str(row["error"]), str(row["fix"])
+    except (ValueError, KeyError, TypeError):
+        return body[:MAX_ERROR_CHARS].decode("utf-8", "replace").strip(), ""
 
 
 def _query(**fields: str) -> str:

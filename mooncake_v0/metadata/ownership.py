@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from typing import Sequence
 
+from mooncake_v0.metadata.engine_values import RAM_PREFIX, RPC_PREFIX
 from mooncake_v0.metadata.liveness import ALIVE, Judge, Liveness, judge_segments
 from mooncake_v0.metadata.registry import INSTANCE_PREFIX
-from mooncake_v0.metadata.segments import RAM_PREFIX, RPC_PREFIX, group_segments
+from mooncake_v0.metadata.segments import group_segments
 from mooncake_v0.metadata.store import Entry, MetadataStore
 
 

@@ -11,12 +11,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, Iterable, Sequence
 
+from mooncake_v0.metadata.engine_values import RAM_PREFIX, RPC_PREFIX, fault_in
 from mooncake_v0.metadata.registry import INSTANCE_PREFIX, InstanceRecord, parse_record
 from mooncake_v0.metadata.store import Entry
 
 ENGINE_PREFIX = "mooncake/"
-RAM_PREFIX = "mooncake/ram/"
-RPC_PREFIX = "mooncake/rpc_meta/"
 OWN_PREFIX = "mooncake-v0/"
 OUR_PREFIXES = (ENGINE_PREFIX, OWN_PREFIX)
 
@@ -127,7 +126,7 @@ def _segment(name: str, entries: Sequence[Entry]) -> Segment:
         else:
             prefix = RPC_PREFIX if entry.key.startswith(RPC_PREFIX) else RAM_PREFIX
             values[prefix] = _object(entry.value)
-            is_sound = values[prefix] is not None
+            is_sound = values[prefix] is not None and fault_in(entry.key, entry.value) is None
         if not is_sound:
             corrupt.append(entry.key)
     return Segment(name, values[RAM_PREFIX], values[RPC_PREFIX], record, tuple(entries), tuple(corrupt))

@@ -111,7 +111,7 @@ class SqliteStore:
                 fix="end the process that holds it, or give each service its own file",
             )
         if "full" in text or "disk I/O" in text:
-            return StoreUnavailableError(
+            return MetadataError(
                 f"sqlite store {str(self._file)!r} could not be written: {text}", fix="make room on its disk"
             )
         return MetadataError(

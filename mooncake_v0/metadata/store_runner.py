@@ -21,6 +21,7 @@ from typing import Callable, TypeVar
 
 from mooncake_v0.errors import StoreUnavailableError
 from mooncake_v0.metadata.memory_store import MemoryStore
+from mooncake_v0.metadata.sqlite_store import SqliteStore
 from mooncake_v0.metadata.store import MetadataStore
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class StoreRunner:
         self.is_up = True
         self.failures = 0
         self._inline = isinstance(store, MemoryStore)
+        # a sqlite file that is locked for writers still answers readers
+        self._can_be_down = not isinstance(store, SqliteStore)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="store")
         self._waiting = 0
         self._in_a_row = 0
@@ -123,7 +126,7 @@ class StoreRunner:
         self.failures += 1
         self._in_a_row += 1
         self._last_error = error
-        if self.is_up and self._in_a_row >= FAILURES_TO_DOWN:
+        if self._can_be_down and self.is_up and self._in_a_row >= FAILURES_TO_DOWN:
             self.is_up = False
             logger.error("metadata store is down: %s", error.what)
             self._probe = asyncio.get_running_loop().create_task(self._wait_until_up())

@@ -15,7 +15,7 @@ from mooncake_v0.metadata.ownership import engine_entries, live_holder, restore_
 from mooncake_v0.metadata.prune import find_candidates, read_segments, remove
 from mooncake_v0.metadata.store import MetadataStore, open_store
 from tests import servers
-from tests.engine_child import Engine
+from tests.engine_child import Engine, free_name
 
 pytestmark = pytest.mark.pin
 
@@ -68,16 +68,6 @@ def engines() -> Iterator[Callable[[], Engine]]:
     yield start
     for engine in started:
         engine.kill()
-
-
-def free_name() -> str:
-    """A segment name whose port and data port (port + 1) are free and no ephemeral port can take in between."""
-    return next(f"127.0.0.1:{port}" for port in range(_next_port(), 32000, 2) if not servers.answers(port + 1))
-
-
-def _next_port(taken: list[int] = []) -> int:  # noqa: B006 - one counter for the module
-    taken.append(taken[-1] + 4 if taken else 21001)
-    return taken[-1]
 
 
 def test_an_engine_publishes_its_two_keys_and_removes_them_when_it_ends(

@@ -21,7 +21,7 @@ from mooncake_v0.metadata.gateway_auth import Access, read_access
 from mooncake_v0.metadata.store import open_store
 from tests import servers
 
-KEY = "/metadata?key=mooncake%2Fram%2F127.0.0.1%3A13003"
+KEY = "/metadata?key=mooncake%2Ftest%2F127.0.0.1%3A13003"
 TOKEN = "t0ken-never-logged"
 
 
@@ -201,6 +201,17 @@ def test_metrics_count_requests_by_method_and_status_without_naming_keys(http: H
     assert 'mooncake_metadata_requests_total{method="GET",status="404"} 1.0' in text
     assert "mooncake_metadata_store_up 1.0" in text
     assert "13003" not in text and "missing" not in text
+
+
+@pytest.mark.parametrize("value", [b"[]", b'{"buffers":3}', b'{"buffers":[{"addr":"x"}]}', b"nothing", b'{"name":1}'])
+def test_a_value_that_would_make_the_engine_throw_is_kept_from_it(http: Http, value: bytes) -> None:
+    engine_key = "/metadata?key=mooncake%2Fram%2F127.0.0.1%3A13003"
+    http.ask("PUT", engine_key, value)
+
+    status, body = http.ask("GET", engine_key)
+
+    assert (status, "corrupt" in body.decode()) == (422, True)
+    assert http.ask("GET", engine_key + "&raw=1") == (200, value)
 
 
 def test_a_delete_with_if_match_spares_a_value_that_changed(http: Http) -> None:
