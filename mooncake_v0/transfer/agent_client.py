@@ -31,6 +31,8 @@ from mooncake_v0.transfer.messages import (
     Abort,
     Commit,
     Message,
+    Poll,
+    Polled,
     Release,
     Reserve,
     Reserved,
@@ -53,7 +55,7 @@ _STOP_S = 3.0
 _WATCH_S = 0.05
 _START_S = 60.0
 
-Answer = TypeVar("Answer", Reserved, Selected, WorkerStatus)
+Answer = TypeVar("Answer", Reserved, Selected, Polled, WorkerStatus)
 
 
 class AgentClient:
@@ -109,6 +111,10 @@ class AgentClient:
         """Pin entries; waits up to wait_s for those in flight. Every offset must be given back by `release`."""
         return self._call(Select(self._next_call(), list(keys), wait_s), Selected, wait_s + CALL_DEADLINE_S)
 
+    def poll(self, keys: Sequence[bytes], wait_s: float) -> list[bool]:
+        """Which entries are settled: here, or known not to come. Waits up to wait_s for the first one."""
+        return self._call(Poll(self._next_call(), list(keys), wait_s), Polled, wait_s + CALL_DEADLINE_S).settled
+
     def release(self, keys: Sequence[bytes], counters: dict[str, float]) -> None:
         self._tell(Release(list(keys), counters))
 
@@ -128,7 +134,9 @@ class AgentClient:
         self._calls += 1
         return self._calls
 
-    def _call(self, message: Reserve | Select | WorkerStatusRequest, kind: type[Answer], deadline_s: float) -> Answer:
+    def _call(
+        self, message: Reserve | Select | Poll | WorkerStatusRequest, kind: type[Answer], deadline_s: float
+    ) -> Answer:
         until_s = time.monotonic() + deadline_s
         with self._io_lock:
             sock = self._socket

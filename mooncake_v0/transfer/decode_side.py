@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Callable
 
 from mooncake_v0.transfer.engine_thread import ReadJob, ReadResult
-from mooncake_v0.transfer.lookup_buffer import HELD, LOST, TRANSFERRING, Entry, LookupBuffer
+from mooncake_v0.transfer.lookup_buffer import FULL, HELD, LOST, TOO_LARGE, TRANSFERRING, Entry, LookupBuffer
 from mooncake_v0.transfer.messages import (
     MAX_KEYS,
     Absent,
@@ -23,6 +23,8 @@ from mooncake_v0.transfer.messages import (
     Dropped,
     Message,
     PeerMessage,
+    Poll,
+    Polled,
     Query,
     ReadDone,
     ReadFailed,
@@ -63,12 +65,11 @@ class Transfer:
 
 @dataclass
 class Waiter:
-    """A Select that cannot be answered yet. keys still open map to their own deadline."""
+    """A Select or Poll that cannot be answered yet."""
 
-    select: Select
+    request: Select | Poll
     reply: Callable[[Message], None]
-    deadlines: dict[bytes, float] = field(default_factory=dict)
-    reasons: dict[bytes, str] = field(default_factory=dict)
+    deadline_s: float
 
 
 class DecodeSide:
@@ -91,7 +92,8 @@ class DecodeSide:
         self._submit = submit
         self._cancel = cancel
         self._transfers: dict[bytes, Transfer] = {}
-        self._refused: dict[bytes, str] = {}  # announced, but no space; bounded by _REMEMBERED
+        self._queries: dict[bytes, float] = {}  # asked of the peer → when to stop waiting for its answer
+        self._reasons: dict[bytes, str] = {}  # why a key will not come; at most _REMEMBERED
         self._waiters: list[Waiter] = []
         self._pinned: dict[bytes, list[Entry]] = {}  # by the worker
         self.quarantined_bytes = 0
@@ -99,12 +101,11 @@ class DecodeSide:
     # --- the worker ---------------------------------------------------------------------------------------------------
 
     def on_worker(self, message: object, reply: Callable[[Message], None]) -> None:
-        if isinstance(message, Select):
-            waiter = Waiter(message, reply)
+        if isinstance(message, (Select, Poll)):
             now_s = time.monotonic()
             for key in message.keys:
-                self._look_up(key, waiter, now_s)
-            self._waiters.append(waiter)
+                self._ask_if_unknown(key, now_s)
+            self._waiters.append(Waiter(message, reply, now_s + message.wait_s))
             self._settle(now_s)
         elif isinstance(message, Release):
             for key in message.keys:
@@ -114,37 +115,38 @@ class DecodeSide:
                     if not entries:
                         del self._pinned[key]
 
-    def _look_up(self, key: bytes, waiter: Waiter, now_s: float) -> None:
-        """Decide at once what can be decided; the rest is left open in the waiter with its deadline."""
+    def _ask_if_unknown(self, key: bytes, now_s: float) -> None:
+        """A key that nobody announced is asked of the peer, once for a while."""
+        if self._buffer.get(key) is not None or key in self._queries or not self._peer.up:
+            return
+        if self._reasons.get(key) in (TOO_LARGE, FULL):
+            return
+        self._reasons.pop(key, None)
+        self._queries[key] = now_s + QUERY_WAIT_S
+        self._send(Query(key))
+
+    def _is_settled(self, key: bytes, now_s: float) -> bool:
+        """Whether nothing more is to be expected for this key soon: it is here, or known not to come."""
         entry = self._buffer.get(key)
         if entry is not None:
-            if entry.state != HELD:
-                waiter.deadlines[key] = now_s + waiter.select.wait_s
-        elif key in self._refused:
-            waiter.reasons[key] = self._refused[key]
-        elif not self._peer.up:
-            waiter.reasons[key] = NO_PEER
-        else:
-            self._send(Query(key))
-            waiter.deadlines[key] = now_s + min(QUERY_WAIT_S, waiter.select.wait_s)
+            return entry.state == HELD
+        return now_s >= self._queries.get(key, 0.0)
 
     def _settle(self, now_s: float) -> None:
-        """Answer every waiter of which no key is open any more."""
+        """Answer every waiter whose answer is known or whose time is over."""
         for waiter in list(self._waiters):
-            for key, deadline_s in list(waiter.deadlines.items()):
-                entry = self._buffer.get(key)
-                if entry is not None and entry.state == HELD:
-                    del waiter.deadlines[key]
-                elif key in waiter.reasons or now_s >= deadline_s:
-                    del waiter.deadlines[key]
-                    waiter.reasons.setdefault(key, LATE if entry is not None else UNKNOWN)
-            if not waiter.deadlines:
+            settled = [self._is_settled(key, now_s) for key in waiter.request.keys]
+            if isinstance(waiter.request, Poll):
+                if any(settled) or now_s >= waiter.deadline_s:
+                    self._waiters.remove(waiter)
+                    waiter.reply(Polled(waiter.request.call, settled))
+            elif all(settled) or now_s >= waiter.deadline_s:
                 self._waiters.remove(waiter)
-                waiter.reply(self._answer(waiter, now_s))
+                waiter.reply(self._answer(waiter.request, now_s))
 
-    def _answer(self, waiter: Waiter, now_s: float) -> Selected:
+    def _answer(self, select: Select, now_s: float) -> Selected:
         offsets, nbytes, reasons = [], [], []
-        for key in waiter.select.keys:
+        for key in select.keys:
             entry = self._buffer.get(key)
             if entry is not None and entry.state == HELD:
                 self._buffer.pin(entry)
@@ -156,14 +158,16 @@ class DecodeSide:
             else:
                 offsets.append(-1)
                 nbytes.append(0)
-                reasons.append(waiter.reasons.get(key, LATE))
-        return Selected(waiter.select.call, offsets, nbytes, reasons)
+                unknown = UNKNOWN if self._peer.up else NO_PEER
+                reasons.append(LATE if entry is not None else self._reasons.get(key, unknown))
+        return Selected(select.call, offsets, nbytes, reasons)
 
     def _close_key(self, key: bytes, reason: str) -> None:
-        """Tell whoever waits for this key that it will not come."""
-        for waiter in self._waiters:
-            if key in waiter.deadlines:
-                waiter.reasons[key] = reason
+        """This key will not come."""
+        self._queries.pop(key, None)
+        if len(self._reasons) >= _REMEMBERED:
+            self._reasons.clear()
+        self._reasons[key] = reason
 
     # --- the peer -----------------------------------------------------------------------------------------------------
 
@@ -182,7 +186,7 @@ class DecodeSide:
         self._settle(now_s)
 
     def on_peer_up(self) -> None:
-        self._refused.clear()
+        self._reasons.clear()
 
     def on_peer_down(self) -> None:
         """The peer's epoch ended: what it stored is not what a successor would store."""
@@ -190,22 +194,27 @@ class DecodeSide:
         for entry in self._buffer:
             self._buffer.remove(entry, LOST)
         self._buffer.take_dropped()
-        for waiter in self._waiters:
-            for key in waiter.deadlines:
-                waiter.reasons[key] = NO_PEER
+        self._queries.clear()
+        self._reasons.clear()
         self._settle(time.monotonic())
 
     def tick(self, now_s: float) -> None:
         for key, transfer in list(self._transfers.items()):
             if now_s - transfer.progress_at_s > STALLED_S:
                 self._give_up(key, FAILED)
+        for key in [key for key, deadline_s in self._queries.items() if now_s >= deadline_s]:
+            del self._queries[key]
         self._buffer.expire(now_s)
         self._tell_dropped()
         self._settle(now_s)
 
     def next_deadline_s(self) -> float | None:
-        deadlines = [deadline for waiter in self._waiters for deadline in waiter.deadlines.values()]
-        return min(deadlines) if deadlines else None
+        """When a waiter or a query ends; None while nobody waits."""
+        if not self._waiters:
+            return None
+        now_s = time.monotonic()
+        queries = [deadline for deadline in self._queries.values() if deadline > now_s]
+        return min([waiter.deadline_s for waiter in self._waiters] + queries)
 
     def _expect(self, key: bytes, nbytes: int, now_s: float) -> Transfer | None:
         """The transfer of an announced key, with its space; None when it is here already or has no space."""
@@ -216,15 +225,10 @@ class DecodeSide:
         made = self._buffer.insert(key, nbytes, now_s)
         self._tell_dropped()
         if isinstance(made, str):
-            if len(self._refused) >= _REMEMBERED:
-                self._refused.clear()
-            self._refused[key] = made
             self._close_key(key, made)
             return None
-        self._refused.pop(key, None)
-        for waiter in self._waiters:  # a key that was asked of the peer is now in flight: wait as for any other
-            if key in waiter.deadlines:
-                waiter.deadlines[key] = now_s + waiter.select.wait_s
+        self._queries.pop(key, None)
+        self._reasons.pop(key, None)
         transfer = self._transfers[key] = Transfer(made, now_s)
         return transfer
 

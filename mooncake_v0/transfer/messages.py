@@ -14,7 +14,8 @@ msgpack with a schema: `decode_peer` and `decode_worker` raise ProtocolError for
     decode → prefill   Query(key)                       answered by Ready, Announce or Absent
     anyone → any       StatusRequest                    answered by Status
 
-Between worker and agent, over an inherited socket pair: Reserve → Reserved, Commit, Abort, Select → Selected, Release.
+Between worker and agent, over an inherited socket pair: Reserve → Reserved, Commit, Abort,
+Select → Selected, Poll → Polled, Release.
 """
 
 from __future__ import annotations
@@ -182,6 +183,21 @@ class Selected(Message, frozen=True):
     reasons: list[str]
 
 
+class Poll(Message, frozen=True):
+    """Consumer: are these entries here? Answered when one is settled (here, or known not to come), or after wait_s."""
+
+    call: int
+    keys: list[bytes]
+    wait_s: float
+
+
+class Polled(Message, frozen=True):
+    """Per key whether it is settled: a Select of it would not wait."""
+
+    call: int
+    settled: list[bool]
+
+
 class Release(Message, frozen=True):
     """Consumer: done with pinned entries. counters: what the worker counted since the last message."""
 
@@ -216,7 +232,9 @@ PeerMessage = Union[
     StatusRequest,
     Status,
 ]
-WorkerMessage = Union[Reserve, Reserved, Commit, Abort, Select, Selected, Release, WorkerStatusRequest, WorkerStatus]
+WorkerMessage = Union[
+    Reserve, Reserved, Commit, Abort, Select, Selected, Poll, Polled, Release, WorkerStatusRequest, WorkerStatus
+]
 
 _encoder = msgspec.msgpack.Encoder()
 _peer_decoder = msgspec.msgpack.Decoder(PeerMessage)

@@ -14,7 +14,7 @@ import os
 from typing import Any, Callable
 
 from mooncake_v0.config.load import load_config
-from mooncake_v0.config.model import MooncakeConfig
+from mooncake_v0.config.model import MAX_RANKS, MooncakeConfig
 from mooncake_v0.errors import ConfigError, CouldNotCheckError, MooncakeV0Error, UnsupportedError
 from mooncake_v0.transfer.engine import check_engine_version
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig, parse_kv_transfer_config
@@ -99,7 +99,7 @@ def _with_config(create_engine_config: Callable[..., Any]) -> Callable[..., Any]
         try:
             config = _prepare(self, config)
             vllm_config = create_engine_config(self)
-            _refuse_unsupported(vllm_config)
+            _refuse_model(vllm_config.model_config)
         except MooncakeV0Error as error:
             if hasattr(self, _FROM_CLI):
                 # a server's user made a mistake: one clear message, no traceback
@@ -116,6 +116,7 @@ def _prepare(engine_args: Any, config: KVTransferConfig) -> KVTransferConfig:
     check_engine_version()
     if os.environ.get("VLLM_USE_V1") == "1":
         raise UnsupportedError("VLLM_USE_V1=1 selects vLLM's unfinished V1 engine", fix="unset VLLM_USE_V1")
+    _refuse_arguments(engine_args)
     mooncake = _load_mooncake_config()
     if not config.is_producer and engine_args.enable_chunked_prefill is not False:
         if engine_args.enable_chunked_prefill:
@@ -141,30 +142,34 @@ def _load_mooncake_config() -> MooncakeConfig:
         raise ConfigError(f"MOONCAKE_CONFIG_PATH={path!r}: {error.what}", fix=error.fix) from error
 
 
-def _refuse_unsupported(vllm_config: Any) -> None:
-    """Features that the transfer cannot serve rightly, each with its reason."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
+def _refuse_arguments(engine_args: Any) -> None:
+    """Features whose use the command line shows, each with its reason."""
+    if engine_args.pipeline_parallel_size > 1:
         raise UnsupportedError(
-            f"pipeline parallel size {parallel.pipeline_parallel_size} with KV transfer: a stage has only its layers' KV "
-            "and no hidden states of the prompt",
+            f"pipeline parallel size {engine_args.pipeline_parallel_size} with KV transfer: a stage has only its layers' "
+            "KV and no hidden states of the prompt",
             fix="use --tensor-parallel-size instead of --pipeline-parallel-size",
         )
-    if parallel.tensor_parallel_size > 16:
+    if engine_args.tensor_parallel_size > MAX_RANKS:
         raise UnsupportedError(
-            f"tensor parallel size {parallel.tensor_parallel_size}: the port plan has room for 16 ranks",
-            fix="use --tensor-parallel-size 16 or less",
+            f"tensor parallel size {engine_args.tensor_parallel_size}: the port plan has room for {MAX_RANKS} ranks",
+            fix=f"use --tensor-parallel-size {MAX_RANKS} or less",
         )
-    if vllm_config.speculative_config is not None:
+    if engine_args.speculative_model is not None:
         raise UnsupportedError(
             "speculative decoding with KV transfer: the draft model's KV is not transferred",
             fix="remove --speculative-model",
         )
-    if vllm_config.scheduler_config.num_scheduler_steps > 1:
+    if engine_args.num_scheduler_steps > 1:
         raise UnsupportedError(
-            f"multi-step scheduling ({vllm_config.scheduler_config.num_scheduler_steps} steps) with KV transfer",
+            f"multi-step scheduling ({engine_args.num_scheduler_steps} steps) with KV transfer: its worker prepares "
+            "several steps at once",
             fix="remove --num-scheduler-steps",
         )
+
+
+def _refuse_model(model: Any) -> None:
+    """Models whose state is not, or not only, in a KV cache of blocks."""
     if model.is_encoder_decoder:
         raise UnsupportedError(
             "an encoder-decoder model with KV transfer: its cross-attention KV is not transferred",
@@ -172,7 +177,7 @@ def _refuse_unsupported(vllm_config: Any) -> None:
         )
     if model.task == "embedding":
         raise UnsupportedError("an embedding model has no decode phase", fix="serve it without --kv-transfer-config")
-    if model.is_attention_free or getattr(model, "has_inner_state", False):
+    if model.is_attention_free or model.has_inner_state:
         raise UnsupportedError(
             "a model with recurrent state (Mamba, Jamba) with KV transfer: its state is not in the KV cache",
             fix="serve it without --kv-transfer-config",
