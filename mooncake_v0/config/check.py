@@ -81,10 +81,12 @@ def to_document(data: bytes) -> Document:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         kind = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else f"not UTF-8 (byte {error.start + 1})"
-        return _unreadable("file-not-utf8", f"the file is {kind}", "save it as UTF-8 text")
+        return _unreadable("file-not-utf8", f"the file is {kind}", "give a JSON file, saved as UTF-8 text")
     if "\0" in text:
         return _unreadable(
-            "file-not-utf8", "the file holds zero bytes: it is binary or UTF-16", "save it as UTF-8 text"
+            "file-not-utf8",
+            "the file holds zero bytes: it is binary or UTF-16",
+            "give a JSON file, saved as UTF-8 text",
         )
     return parse(text)
 

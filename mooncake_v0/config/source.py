@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from json import JSONDecodeError
 from json import decoder as json_decoder
 from typing import Any, Tuple, Union
@@ -99,8 +100,21 @@ def parse(text: str) -> Document:
         value = parser.document()
     except _StopParsing:
         complete = False
-    problems = tuple(sorted(parser.problems, key=lambda problem: problem.offset))
+    problems = _merged(sorted(parser.problems, key=lambda problem: problem.offset))
     return Document(text, value, complete, problems, parser.spans)
+
+
+def _merged(problems: list[Problem]) -> tuple[Problem, ...]:
+    """Wrong quotes are wrong all over a file: one problem for each kind of them, at the first, with their number."""
+    kinds = Counter(problem.fix for problem in problems if problem.rule == "json-quotes")
+    kept: list[Problem] = []
+    for problem in problems:
+        number = kinds.pop(problem.fix, 0) if problem.rule == "json-quotes" else 1
+        if number > 1:
+            problem = replace(problem, what=f"{problem.what}, and {number - 1} more of that kind")
+        if number:
+            kept.append(problem)
+    return tuple(kept)
 
 
 class _StopParsing(Exception):
@@ -241,6 +255,8 @@ class _Parser:
         word = PLAIN_KEY.match(self.text, self.at)
         if word is None:
             found = self.peek()
+            if found == ",":
+                raise self.stop("json-syntax", "a comma too many", "remove it")
             raise self.stop(
                 "json-syntax", f"a key in double quotes was expected here, found {found!r}", 'write "key": value'
             )
@@ -306,7 +322,7 @@ class _Parser:
             self.at += len(word)
             return WORDS[word]
         if word in ("NaN", "Infinity", "-Infinity"):
-            self.report("json-nan", f"{word} is not JSON", "write a number")
+            self.report("json-nan", f"{word} is not JSON", "write a value in double quotes")
             self.at += len(word)
             return float(word.replace("Infinity", "inf"))
         if word in NEAR_WORDS:

@@ -104,7 +104,7 @@ def metadata_p2phandshake(subject: Subject) -> Iterator[Finding]:
     The V0 pair needs one. The smallest is `mooncake-v0 metadata serve`, which needs neither etcd nor redis.
     """
     if server(subject).upper() == "P2PHANDSHAKE":
-        fix = 'run `mooncake-v0 metadata serve --host HOST` there and write "http://HOST:8080/metadata"'
+        fix = 'run `mooncake-v0 metadata serve --host HOST` on one machine and write "http://HOST:8080/metadata"'
         yield Finding(WHERE, "P2PHANDSHAKE is not a metadata server", fix)
 
 
@@ -315,4 +315,5 @@ def metadata_path(subject: Subject) -> Iterator[Finding]:
             else f"write {quote(masked(fixed))}"
         )
         http = " (or http:// before it, if it is an http server)" if path == "metadata" else ""
-        yield Finding(WHERE, f"/{shorten(path)} is not a path of {kind}", fix + http)
+        what = f"/{shorten(path)} is not a path of {kind}" if path else f"{kind} needs the service's name as its path"
+        yield Finding(WHERE, what, fix + http)

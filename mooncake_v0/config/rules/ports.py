@@ -125,7 +125,7 @@ def loopback_mixed(subject: Subject) -> Iterator[Finding]:
     role: Role = "prefill" if is_loopback(both[0].host) else "decode"
     local, other = (both[0], both[1]) if role == "prefill" else (both[1], both[0])
     what = f"{local.host} is another machine for each side, the peer is {other.host}"
-    fix = f"write the address under which {other.host} reaches the {role} machine"
+    fix = f"write the address under which {other.host} reaches {role}; on one machine write {local.host} for both"
     yield Finding((FIELDS[role],), what, fix, related=(PREFILL, DECODE))
 
 

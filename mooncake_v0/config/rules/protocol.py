@@ -132,12 +132,9 @@ def device_name_syntax(subject: Subject) -> Iterator[Finding]:
     for part in parts(subject):
         name = part.strip()
         if name and not DEVICE.fullmatch(name):
-            base = re.split(r"[:/]", name.replace("/dev/infiniband/", "").replace("/sys/class/infiniband/", ""))[0]
-            fix = (
-                f"write {quote(shorten(base))}"
-                if DEVICE.fullmatch(base)
-                else "write names from `ls /sys/class/infiniband`"
-            )
+            inner = re.fullmatch(r"[^A-Za-z0-9]*([A-Za-z0-9_.-]+?)(:[0-9]+)?[^A-Za-z0-9]*", name.rpartition("/")[2])
+            is_device = inner is not None and not re.match(r"uverbs|umad|rdma_cm|issm", inner[1])
+            fix = f"write {quote(inner[1])}" if inner and is_device else "write names from `ls /sys/class/infiniband`"
             yield Finding(DEVICES, f"{shorten(name)!r} is not a device name", fix)
             return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from typing import Any, Iterator
 
 from mooncake_v0.config.rules.registry import Finding, Subject, rule
@@ -96,14 +97,18 @@ def unknown_field(subject: Subject) -> Iterator[Finding]:
     for error in subject.shape_errors:
         if error.keyword != "additionalProperties":
             continue
-        name = error.path[-1]
-        meant = nearest(str(name), KNOWN_FIELDS)
+        name = str(error.path[-1])
+        meant = nearest(name, KNOWN_FIELDS)
+        offset = subject.document.spans[error.path].key
         if meant and meant not in subject.fields:
-            what = f"unknown field {shorten(str(name))!r}, and {meant} is missing"
-            yield Finding(error.path, what, f"rename it to {quote(meant)}", related=((meant,),), severity=ERROR)
+            what, fix = f"unknown field {shorten(name)!r}, and {meant} is missing", f"rename it to {quote(meant)}"
+            yield Finding(error.path, what, fix, related=((meant,),), offset=offset, severity=ERROR)
         else:
-            what = f"unknown field {shorten(str(name))!r} is ignored"
-            yield Finding(error.path, what, f"remove it, known fields are {', '.join(KNOWN_FIELDS)}")
+            what, fix = (
+                f"unknown field {shorten(name)!r} is ignored",
+                f"remove it, known fields are {', '.join(KNOWN_FIELDS)}",
+            )
+            yield Finding(error.path, what, fix, offset=offset)
 
 
 @rule(ERROR, syntax=True)
@@ -115,7 +120,9 @@ def wrong_type(subject: Subject) -> Iterator[Finding]:
     for error in subject.shape_errors:
         if error.keyword == "type" and error.path and error.path[0] in subject.fields:
             name, value = str(error.path[0]), subject.fields[str(error.path[0])]
-            yield Finding(error.path, f"{name} is {json_type(value)}: {shorten(repr(value))}", _as_text(name, value))
+            written = json.dumps(value, ensure_ascii=True)
+            what = written if value is None or isinstance(value, bool) else f"{json_type(value)}: {shorten(written)}"
+            yield Finding(error.path, f"{name} is {what}", _as_text(name, value))
 
 
 def _as_text(name: str, value: Any) -> str:
