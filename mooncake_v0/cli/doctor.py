@@ -202,11 +202,12 @@ def _answer_peer(request: Request, host: Host, serve_s: float) -> int:
     address = host.resolved[config.endpoint(side).host]
     assert address is not None
     other: Role = "decode" if side == "prefill" else "prefill"
+    end_s = time.monotonic() + serve_s
     ports, theirs = plan_ports(config, side, host.ranks), plan_ports(config, other, host.ranks)
     Answering(side, address, ports, theirs, host.timeout_s).serve(
         lambda free, taken: _say_listening(side, address, free, taken, request.file or "", serve_s),
         lambda source: click.echo(f"asked by {source}"),
-        time.monotonic() + serve_s,
+        lambda: time.monotonic() < end_s,
     )
     return 0
 

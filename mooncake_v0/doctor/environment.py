@@ -19,6 +19,8 @@ from mooncake_v0.config.rules.registry import Finding
 from mooncake_v0.doctor.host import Host
 from mooncake_v0.doctor.report import ERROR, INFO, OK, SKIPPED, WARNING, Outcome, check
 
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+
 
 @check(ERROR)
 def engine_variables(host: Host) -> Iterator[Outcome]:
@@ -28,8 +30,16 @@ def engine_variables(host: Host) -> Iterator[Outcome]:
 
 @check(WARNING)
 def old_variables(host: Host) -> Iterator[Outcome]:
-    """Variables of the integration before mooncake.json (v0.1). They are not read any more; now the file counts."""
-    yield from _all(launch_old_variable(_launch(host)), WARNING, host, "no variable of the old integration is set")
+    """Variables of the integration before mooncake.json (v0.1). They are not read any more; now the file counts.
+
+    MASTER_ADDR and MASTER_PORT are among them: torchrun sets them for its own use, the old guide for the pair's.
+    """
+    found = list(launch_old_variable(_launch(host)))
+    for name in RENDEZVOUS:
+        if name in host.environment:
+            fix = "remove it; the addresses are in the mooncake.json"
+            found.append(Finding((name,), f"{name} has no effect on a pair", fix))
+    yield from _all(iter(found), WARNING, host, "no variable of the old integration is set")
 
 
 @check(ERROR)

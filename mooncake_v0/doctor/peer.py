@@ -59,15 +59,15 @@ class Answering:
     timeout_s: float = 3.0
 
     def serve(
-        self, ready: Callable[[list[int], list[int]], None], heard: Callable[[str], None], stop_at_s: float
+        self, ready: Callable[[list[int], list[int]], None], heard: Callable[[str], None], keep_on: Callable[[], bool]
     ) -> None:
-        """Answer until stop_at_s (time.monotonic). ready gets the listening and the taken ports, heard each asker."""
+        """Answer while keep_on. ready gets the listening and the taken ports, heard each asker."""
         with listening(self.address, self.ports) as (listeners, taken), selectors.DefaultSelector() as selector:
             for listener in listeners:
                 selector.register(listener, selectors.EVENT_READ)
             ready([listener.getsockname()[1] for listener in listeners], taken)
-            while time.monotonic() < stop_at_s:
-                for key, _ in selector.select(0.5):
+            while keep_on():
+                for key, _ in selector.select(0.2):
                     assert isinstance(key.fileobj, socket.socket)
                     connection, source = key.fileobj.accept()
                     with connection:
