@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -354,3 +355,13 @@ def test_every_check_can_be_explained(name: str) -> None:
 def test_a_bare_host_without_config_runs_every_check() -> None:
     host = Host(environment={"PATH": str(Path(shutil.which("ldd") or "/usr/bin/ldd").parent)})
     assert {result.check for result in run_checks(host)} == set(CHECKS)
+
+
+def test_every_finding_of_metadata_check_and_launch_can_be_explained() -> None:
+    from mooncake_v0.cli.explain import explanations
+
+    package = Path(mooncake_v0.doctor.catalogue.__file__).parents[1]
+    sources = (package / "metadata" / "check.py", package / "cli" / "launch_checks.py")
+    names = {name for source in sources for name in re.findall(r'"((?:metadata|launch)-[a-z-]+)"', source.read_text())}
+    assert len(names) > 10
+    assert names - set(explanations()) == set()
