@@ -7,18 +7,21 @@ quart, zmq or torch. Exit codes: 0 good, 1 findings or failure, 2 could not chec
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
+import platform
 import sys
 from typing import Any
 
 import click
 
-from mooncake_v0 import __version__
+from mooncake_v0 import ENGINE_VERSIONS, VLLM_VERSION, __version__
 from mooncake_v0.errors import CouldNotCheckError, MooncakeV0Error
 
 # name -> (module, attribute, one line for the list of commands)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "bench": ("mooncake_v0.cli.bench", "bench", "Measure the transfer and the latency of a pair."),
+    "completion": ("mooncake_v0.cli.completion", "completion", "Print the completion script of a shell."),
     "demo": ("mooncake_v0.cli.demo", "demo", "Run a whole pair on this host, ask it, show what moved."),
     "metadata": ("mooncake_v0.cli.metadata", "metadata", "Serve, inspect and clean the metadata store."),
     "migrate": ("mooncake_v0.cli.migrate", "migrate", "Report what it takes to move a V0 deployment to vLLM V1."),
@@ -53,8 +56,29 @@ class LazyGroup(click.Group):
             formatter.write_dl(rows)
 
 
+def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    click.echo(f"mooncake-v0 {__version__}")
+    for package, pins in (("vllm", (VLLM_VERSION,)), ("mooncake-transfer-engine", ENGINE_VERSIONS)):
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        click.echo(f"{package} {found} (pinned: {' or '.join(pins)})")
+    click.echo(f"Python {platform.python_version()}")
+    ctx.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="mooncake-v0")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and the pins found.",
+)
 @click.option("--debug", is_flag=True, help="Show tracebacks and debug logs.")
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:
