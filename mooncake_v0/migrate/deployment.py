@@ -16,6 +16,7 @@ from mooncake_v0.migrate.json_values import Parsed, parse_mooncake_json, parse_o
 from mooncake_v0.migrate.lookup import find_file
 from mooncake_v0.migrate.proxies import Proxy, find_proxies
 from mooncake_v0.migrate.records import Found, Invocation, Place, TextFile
+from mooncake_v0.migrate.secrets import masked_value
 from mooncake_v0.migrate.server_arguments import KV_FLAG, ServerArguments, is_server, parse_server
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
@@ -182,7 +183,7 @@ def _instance(invocation: Invocation, configs: Mapping[str, MooncakeFile], found
         name="",
         role=role,
         arguments=arguments,
-        env=invocation.env,
+        env=tuple((name, masked_value(name, value)) for name, value in invocation.env),
         kv=kv.value if kv else None,
         kv_repaired=kv.repaired if kv else "",
         config=config,

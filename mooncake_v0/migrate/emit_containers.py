@@ -9,6 +9,7 @@ import yaml
 
 from mooncake_v0.migrate.convert import V1Instance
 from mooncake_v0.migrate.docker import DockerRun
+from mooncake_v0.migrate.document import text_of
 from mooncake_v0.migrate.emit_text import REFERENCE, exports, header, script_command
 from mooncake_v0.migrate.kubernetes import pod_specs
 from mooncake_v0.migrate.proxy_plan import ProxyPlan
@@ -176,7 +177,7 @@ def _rename_labels(manifest: dict[str, Any]) -> None:
 def _container(spec: Mapping[str, Any], item: V1Instance, target: str) -> None:
     name = item.original.invocation.shape.document["container"]
     for container in spec["containers"]:
-        if isinstance(container, dict) and str(container.get("name")) == name:
+        if isinstance(container, dict) and text_of(container.get("name")) == name:
             config = item.original.variable("MOONCAKE_CONFIG_PATH") or ""
             container["image"] = image(target)
             container["command"] = ["vllm", "serve"]

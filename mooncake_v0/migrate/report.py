@@ -20,7 +20,7 @@ from mooncake_v0.migrate.proxy_plan import ProxyPlan, plan_proxy
 from mooncake_v0.migrate.questions import questions
 from mooncake_v0.migrate.records import Found
 from mooncake_v0.migrate.rollout import Step, prerequisites, steps
-from mooncake_v0.migrate.secrets import MASK, Secrets, is_secret_name
+from mooncake_v0.migrate.secrets import Secrets, is_secret_name
 
 READY, CHANGES, BLOCKED = "ready", "ready with changes", "blocked"
 
@@ -89,7 +89,7 @@ def build(paths: Sequence[str], target: str, hardware: Mapping[str, str], stdin:
     deployment = assemble(found)
     ports = bootstrap_ports(deployment, target)
     instances = tuple(convert(item, target, ports.get(item.name)) for item in deployment.instances())
-    report = _report(deployment, instances, found, target, hardware)
+    report = _report(deployment, instances, found, target, hardware, secrets)
     masked = Report(**{key: secrets.mask_deep(getattr(report, key)) for key in report.__dataclass_fields__})
     return Migration(masked, deployment, instances, secrets)
 
@@ -107,7 +107,12 @@ def _collect_secrets(found: Found, secrets: Secrets) -> None:
 
 
 def _report(
-    deployment: Deployment, instances: Sequence[V1Instance], found: Found, target: str, hardware: Mapping[str, str]
+    deployment: Deployment,
+    instances: Sequence[V1Instance],
+    found: Found,
+    target: str,
+    hardware: Mapping[str, str],
+    secrets: Secrets,
 ) -> Report:
     findings = tuple(check(deployment, target, hardware))
     proxy = plan_proxy(deployment, instances, target)
@@ -131,7 +136,10 @@ def _report(
         rollout=tuple(steps(deployment, instances, proxy, target)) if instances else (),
         questions=asked,
         read=tuple(_read(deployment)),
-        unread=tuple({"place": str(entry.place), "what": entry.what, "why": entry.why} for entry in found.unread),
+        unread=tuple(
+            {"place": str(entry.place), "what": secrets.mask_source(entry.what), "why": entry.why}
+            for entry in found.unread
+        ),
     )
 
 
@@ -183,9 +191,6 @@ def _today(deployment: Deployment) -> list[tuple[str, str]]:
 def _instance(item: V1Instance) -> InstanceReport:
     original = item.original
     architecture = original.architecture or "not known"
-    env = tuple(
-        (name, MASK if is_secret_name(name) and not value.startswith("${") else value) for name, value in item.env
-    )
     return InstanceReport(
         name=item.name,
         role=item.role,
@@ -196,8 +201,8 @@ def _instance(item: V1Instance) -> InstanceReport:
         quantization=original.quantization or "none named",
         host=original.host or "not known",
         v0_command=_v0_command(original),
-        v1_command=" ".join([*(f"{name}={quote(value)}" for name, value in env), *map(quote, item.argv)]),
-        v1_env=env,
+        v1_command=item.command(),
+        v1_env=item.env,
         v1_argv=item.argv,
         kv_transfer_config=item.kv_transfer_config(),
         changes=item.changes,
@@ -209,14 +214,13 @@ def _v0_command(original: Instance) -> str:
     """The V0 command in one canonical form, whatever the format it was written in."""
     words: list[str] = []
     for name, value in original.env:
-        words.append(f"{name}={MASK if is_secret_name(name) and not value.startswith('${') else quote(value)}")
+        words.append(f"{name}={quote(value)}")
     if original.arguments.entrypoint == "module":
         words += ["python3", "-m", "vllm.entrypoints.openai.api_server"]
     else:
         words += ["vllm", "serve", quote(original.model)]
     for flag in original.arguments.flags:
-        secret = is_secret_name(flag.name)
-        words += [flag.name, *(MASK if secret else quote(value) for value in flag.values)]
+        words += [flag.name, *map(quote, flag.values)]
     return " ".join(words)
 
 

@@ -35,7 +35,7 @@ _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{16,}|xox[abp]-[A-Za-z0-9-]{8,}|AKIA[A-Z0-9]{12,}"
     r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*)"
 )
-_BEARER = re.compile(r"\b(?:Bearer|Basic)\s+(?!\$|\{)([A-Za-z0-9._~+/=-]{4,})")
+_BEARER = re.compile(r"\b(?:Bearer|Basic)\s+(?!\$|\{)([A-Za-z0-9._~+/=-]+)")
 _USERINFO = re.compile(r"\b([a-z][a-z0-9+.-]*://)([^\s/'\"@]*):([^\s/'\"]*)@", re.IGNORECASE)
 _USER_ONLY = re.compile(r"\b([a-z][a-z0-9+.-]*://)([^\s/'\"@:]+)@", re.IGNORECASE)
 _QUERY = re.compile(rf"([?&]{_NAME}=)([^&\s'\"]+)", re.IGNORECASE)
@@ -66,6 +66,19 @@ _WORDS = frozenset(
 def is_secret_name(name: str) -> bool:
     """Whether a variable, flag or key of this name holds a secret."""
     return bool(_SECRET_NAME.match(name.lstrip("-"))) and not _HARMLESS_NAME.search(name)
+
+
+def masked_value(name: str, value: str) -> str:
+    """A variable's or flag's value, masked if its name says that it is secret; references to variables stay."""
+    return value if not value or value.startswith("$") or not is_secret_name(name) else MASK
+
+
+def _without_value(match: re.Match[str]) -> str:
+    value = next((group for group in match.groups()[1:] if group), "")
+    if not value or not is_secret_name(match[1]):
+        return match[0]
+    head, _, tail = match[0].rpartition(value)
+    return head + MASK + tail
 
 
 class Secrets:
@@ -114,9 +127,11 @@ class Secrets:
         text = _SHAPES.sub(MASK, text)
         return text
 
-    def mask_value(self, name: str, value: str) -> str:
-        """A variable's or flag's value, masked as a whole if its name says that it is secret."""
-        return MASK if value and is_secret_name(name) else self.mask(value)
+    def mask_source(self, text: str) -> str:
+        """A piece of the input, quoted in a note: whatever is written as a secret goes, however short it is."""
+        for pattern in (_ASSIGNED, _FLAG, _LIST_ITEM):
+            text = pattern.sub(_without_value, text)
+        return self.mask(_BEARER.sub(lambda match: match[0].replace(match[1], MASK), text))
 
     def mask_deep(self, value: Any) -> Any:
         """A copy of plain data or frozen dataclasses with every string masked."""

@@ -1,7 +1,7 @@
 """The arguments of a vLLM server, split into flags by what 0.6.4.post1 takes. Called by `deployment`.
 
-Names are made canonical (dashes, full length); values are kept as they are. What 0.6.4.post1 does not know is kept and
-marked, with as many values as follow it.
+Names are made canonical (dashes, full length); values are kept as they are, but those of secrets are masked at once. What
+0.6.4.post1 does not know is kept and marked, with as many values as follow it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Sequence
 
 from mooncake_v0.migrate.facts import by_name
+from mooncake_v0.migrate.secrets import masked_value
 
 KV_FLAG = "--kv-transfer-config"
 # flags that may be given several times and add up
@@ -95,7 +96,7 @@ def _flag(words: Sequence[str], index: int) -> tuple[Flag, int, str]:
     remark = f"{written} is short for {name}" if name != written.replace("_", "-") else ""
     index += 1
     if equals:
-        return Flag(name, (value,), known), index, remark
+        return Flag(name, (masked_value(name, value),), known), index, remark
     following: list[str] = []
     if takes != "0":
         while index < len(words) and not _is_flag(words[index]) and (takes != "1" or not following):
@@ -105,7 +106,7 @@ def _flag(words: Sequence[str], index: int) -> tuple[Flag, int, str]:
                 break
     if name == KV_FLAG and following:
         index = _whole_object(words, index, following)
-    return Flag(name, tuple(following), known), index, remark
+    return Flag(name, tuple(masked_value(name, word) for word in following), known), index, remark
 
 
 def _whole_object(words: Sequence[str], index: int, following: list[str]) -> int:

@@ -46,7 +46,7 @@ def beside_fixtures() -> Iterator[None]:
         os.chdir(before)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def migration(name: str, target: str = "") -> Migration:
     """The report of one fixture, for its own target or another."""
     options = _OPTIONS.get(name, Options())

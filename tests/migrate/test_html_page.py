@@ -13,7 +13,10 @@ from mooncake_v0.migrate.render import render
 from tests.migrate.deployments import migration
 from tests.migrate.webdriver import Browser
 
-VISIBLE = "return [...document.querySelectorAll('tr[data-severity]')].filter(r => r.offsetParent !== null).map(r => r.dataset.severity)"
+VISIBLE = (
+    "return [...document.querySelectorAll('tr[data-severity]')]"
+    ".filter(row => row.offsetParent !== null).map(row => row.dataset.severity)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,7 @@ def test_nothing_of_a_hostile_input_becomes_markup_or_script(browser: Browser, t
     assert browser.run("return document.title") != "pwned"
     assert browser.run("return document.querySelectorAll('script').length") == 1
     assert browser.run("return document.querySelectorAll('img').length") == 0
-    assert browser.run("return document.body.textContent.includes(\"<img src=x onerror=alert(1)>\")")
+    assert browser.run('return document.body.textContent.includes("<img src=x onerror=alert(1)>")')
 
 
 @pytest.mark.parametrize("severity", SEVERITIES)

@@ -81,7 +81,7 @@ class Parser:
         # -S: the tests' own site-packages hold another vLLM
         command = [sys.executable, "-S", str(HERE / "v1_driver.py"), str(folder / "site"), str(folder / "wheel")]
         environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG")}
-        self.errors = tempfile.TemporaryFile()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environ, cwd=folder
         )

@@ -34,9 +34,7 @@ class Browser:
     """One browser with one window; use as a context manager."""
 
     def __init__(self, profile: Path, *, width: int = 1200, height: int = 900):
-        self.driver = subprocess.Popen(
-            ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        self.driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.base = f"http://127.0.0.1:{self._port()}"
         arguments = [*_ARGUMENTS, f"--window-size={width},{height}", f"--user-data-dir={profile}"]
         options = {"args": arguments, "prefs": {"profile.managed_default_content_settings.popups": 2}}
