@@ -21,18 +21,21 @@ from mooncake_v0.proxy.server import Bind, Listener
 from mooncake_v0.proxy.settings import Health, PairSpec, ProxySettings, Timeouts
 from tests.proxy.backend import Backend, Behaviour, like_vllm
 
-QUICK = ProxySettings(
+# patient where a busy machine would otherwise look like a fault, quick where nothing but waiting would be lost
+PATIENT = ProxySettings(
     timeouts=Timeouts(
-        connect_s=1.0,
-        prefill_s=1.0,
-        prefill_s_per_1k_tokens=0.0,
-        decode_first_byte_s=1.0,
-        decode_idle_s=1.0,
-        decode_json_s=1.0,
-        client_stall_s=5.0,
-        wedge_s=0.5,
+        connect_s=10.0,
+        prefill_s=30.0,
+        decode_first_byte_s=30.0,
+        decode_idle_s=30.0,
+        decode_json_s=30.0,
+        client_stall_s=30.0,
+        wedge_s=60.0,
     ),
-    health=Health(probe_s=0.1, probe_down_s=0.05, probe_timeout_s=0.5),
+    health=Health(probe_s=0.1, probe_down_s=0.05, probe_timeout_s=10.0),
+)
+HURRIED = replace(
+    PATIENT.timeouts, prefill_s=1.0, prefill_s_per_1k_tokens=0.0, decode_first_byte_s=1.0, decode_json_s=1.0
 )
 
 
@@ -90,7 +93,7 @@ StartProxy = Callable[..., Awaitable[Running]]
 
 @pytest.fixture
 async def start_proxy() -> AsyncIterator[StartProxy]:
-    """Start backends and a proxy: `await start_proxy(pairs=1, settings=QUICK, prefill=..., decode=...)`."""
+    """Start backends and a proxy: `await start_proxy(pairs=1, settings=PATIENT, prefill=..., decode=...)`."""
     stop = asyncio.Event()
     backends: list[Backend] = []
     servers: list[asyncio.Task[None]] = []
@@ -98,7 +101,7 @@ async def start_proxy() -> AsyncIterator[StartProxy]:
 
     async def start(
         pairs: int = 1,
-        settings: ProxySettings = QUICK,
+        settings: ProxySettings = PATIENT,
         prefill: Behaviour = like_vllm,
         decode: Behaviour = like_vllm,
         sources: Optional[Sources] = None,

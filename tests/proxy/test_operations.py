@@ -16,7 +16,7 @@ import pytest
 from mooncake_v0.proxy.core import Sources
 from mooncake_v0.proxy.settings import PairSpec
 from tests.proxy.backend import Backend, answer, vllm_error
-from tests.proxy.conftest import QUICK, Running, StartProxy, eventually
+from tests.proxy.conftest import PATIENT, Running, StartProxy, eventually
 
 BODY = {"model": "tiny", "prompt": "a secret prompt", "max_tokens": 4}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -275,7 +275,7 @@ async def test_other_paths_of_vllm_go_to_decode_unchanged(start_proxy: StartProx
 
 
 async def test_draining_proxy_says_so_and_closes_connections_after_the_answer(start_proxy: StartProxy) -> None:
-    running = await start_proxy(limits=replace(QUICK.limits))
+    running = await start_proxy(limits=replace(PATIENT.limits))
     running.proxy.draining = True
 
     status, headers, _ = await running.post(BODY)
