@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Mapping, Sequence
 
 from mooncake_v0 import __version__
 from mooncake_v0.errors import CouldNotCheckError
-from mooncake_v0.migrate.secrets import Secrets
+from mooncake_v0.migrate.secrets import Secrets, is_secret_name, masked_value
 
 if TYPE_CHECKING:
     from mooncake_v0.doctor.report import Result
@@ -57,7 +57,8 @@ def write_bundle(
     for text in texts.values():
         secrets.scan(text)
     for name, value in environment.items():
-        secrets.mask_value(name, value)
+        if is_secret_name(name):
+            secrets.add(value)
     try:
         with tarfile.open(path, "w:gz") as archive:
             for name, text in texts.items():
@@ -95,9 +96,8 @@ def _system() -> str:
 
 
 def _environment(environment: Mapping[str, str]) -> str:
-    secrets = Secrets()
     chosen = {n: v for n, v in environment.items() if n.upper().startswith(PREFIXES) or n.upper() in NAMES}
-    return "\n".join(f"{name}={secrets.mask_value(name, value)}" for name, value in sorted(chosen.items()))
+    return "\n".join(f"{name}={masked_value(name, value)}" for name, value in sorted(chosen.items()))
 
 
 def _tail(path: str) -> str:
