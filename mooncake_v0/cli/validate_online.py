@@ -13,15 +13,8 @@ from mooncake_v0.config.addresses import parse_metadata
 from mooncake_v0.config.check import Checked
 from mooncake_v0.config.launch_rules import PROXY_RULES, Proxied
 from mooncake_v0.config.model import ROLES, MooncakeConfig, Role
-from mooncake_v0.config.online import (
-    ONLINE_RULES,
-    HostFacts,
-    busy_ports,
-    is_local,
-    reach,
-    resolve,
-    round_trip,
-)
+from mooncake_v0.config.online import busy_ports, is_local, reach, resolve, round_trip
+from mooncake_v0.config.online_rules import ONLINE_RULES, HostFacts
 from mooncake_v0.config.port_table import peer_ports
 from mooncake_v0.config.rules.registry import where
 from mooncake_v0.errors import Diagnostic, MooncakeV0Error

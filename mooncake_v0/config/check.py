@@ -1,6 +1,6 @@
 """From the bytes of a mooncake.json to findings, and to a `MooncakeConfig` if none of them is an error.
 
-bytes → text → `Document` (config.source) → shape by the JSON Schema → rules (config.rules) → `Checked`. Nothing here
+bytes → text → `Document` (config.json_parser) → shape by the JSON Schema → rules (config.rules) → `Checked`. Nothing here
 does I/O except `read_bytes`, and nothing raises for what a file holds.
 """
 
@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Iterator
 
+from mooncake_v0.config.json_parser import parse
 from mooncake_v0.config.model import MooncakeConfig
 from mooncake_v0.config.rules import RULES, CheckOptions, Finding, Rule
 from mooncake_v0.config.rules.registry import Subject, make_subject, where
 from mooncake_v0.config.schema import shape_errors
-from mooncake_v0.config.source import Document, Path, Problem, parse
+from mooncake_v0.config.source import Document, Path, Problem
 from mooncake_v0.errors import ERROR, CouldNotCheckError, Diagnostic
 
 MAX_FILE_BYTES = 1 << 20

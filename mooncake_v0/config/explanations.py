@@ -27,13 +27,15 @@ GROUPS = {
     "text": "The file as text",
     "shape": "Fields of mooncake.json",
     "endpoints": "prefill_url and decode_url",
+    "metadata_scheme": "The metadata server",
     "metadata": "The metadata server",
     "metadata_use": "The metadata server",
     "protocol": "protocol and device_name",
     "ports": "Ports and hosts of the pair",
     "kv_transfer": "--kv-transfer-config",
     "launch_rules": "Launch commands",
-    "online": "The host and the network (--online)",
+    "pair_rules": "Launch commands of a pair",
+    "online_rules": "The host and the network (--online)",
 }
 
 
@@ -42,7 +44,7 @@ def config_explanations() -> list[Explanation]:
     # importing these registers their rules
     import mooncake_v0.config.compare
     import mooncake_v0.config.inputs
-    import mooncake_v0.config.online  # noqa: F401
+    import mooncake_v0.config.online_rules  # noqa: F401
     from mooncake_v0.config.rules import RULES
 
     return [

@@ -14,9 +14,10 @@ from mooncake_v0.config.addresses import parse_metadata
 from mooncake_v0.config.check import Checked, check_bytes, read_bytes
 from mooncake_v0.config.kv_transfer import check_kv_transfer_config
 from mooncake_v0.config.launch import Launch
-from mooncake_v0.config.launch_rules import LAUNCH_RULES, PAIR_RULES, PROXY_RULES, Proxied, pairs
+from mooncake_v0.config.launch_rules import LAUNCH_RULES, PROXY_RULES, Proxied
 from mooncake_v0.config.model import Role
 from mooncake_v0.config.model_size import ModelSize, read_model_size
+from mooncake_v0.config.pair_rules import PAIR_RULES, pairs
 from mooncake_v0.config.render import FileReport
 from mooncake_v0.config.rules import CheckOptions, Finding, Rule
 from mooncake_v0.config.rules.registry import explain_only

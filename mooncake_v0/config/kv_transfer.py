@@ -12,9 +12,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Iterator, Mapping
 
+from mooncake_v0.config.json_parser import parse
 from mooncake_v0.config.model import Role
 from mooncake_v0.config.rules.registry import Checks, Finding, Rule
-from mooncake_v0.config.source import Document, Problem, parse, quote, shorten
+from mooncake_v0.config.source import Document, Problem, quote, shorten
 from mooncake_v0.errors import ERROR, INFO, WARNING
 
 FIELD_TYPES: Mapping[str, tuple[type, ...]] = {

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Mapping, NoReturn, Sequence
 
+from mooncake_v0.config.json_parser import parse
 from mooncake_v0.config.kv_transfer import ROLE_NAMES
 from mooncake_v0.config.model import MAX_RANKS, Role
-from mooncake_v0.config.source import parse
 
 if TYPE_CHECKING:
     import argparse

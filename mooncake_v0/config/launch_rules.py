@@ -1,11 +1,10 @@
-"""The rules about launch commands (`config.launch`), and about the two commands of a pair."""
+"""The rules about one launch command (`config.launch`)."""
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Iterator, Mapping, Sequence
+from typing import Iterator, Mapping
 
 from mooncake_v0.config.addresses import MetadataAddress, is_loopback
 from mooncake_v0.config.launch import Launch, known_flags
@@ -190,100 +189,6 @@ def launch_old_variable(launch: Launch) -> Iterator[Finding]:
     for name in OLD_VARIABLES:
         if name in launch.environment:
             yield Finding(option(name), f"{name} has no effect", "remove it; the addresses are in the mooncake.json")
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two commands that were read together."""
-
-    first: Launch
-    second: Launch
-
-    @property
-    def one_host(self) -> bool:
-        """Whether both run on one machine, as far as the text says: neither names a host, or both the same."""
-        return self.first.host == self.second.host
-
-
-PAIR_RULES: Checks[Pair] = Checks()
-
-
-def pairs(launches: Sequence[Launch]) -> Iterator[Pair]:
-    """Every two commands with --kv-transfer-config."""
-    transferring = [launch for launch in launches if launch.kv_text is not None]
-    for first, second in combinations(transferring, 2):
-        yield Pair(first, second)
-
-
-@PAIR_RULES.rule(ERROR)
-def pair_same_role(pair: Pair) -> Iterator[Finding]:
-    """Both commands have the same kv_role. A pair is one kv_producer and one kv_consumer.
-
-    Two pairs in one script are right; then each mooncake.json (MOONCAKE_CONFIG_PATH) names one pair.
-    """
-    same_config = pair.first.environment.get("MOONCAKE_CONFIG_PATH") == pair.second.environment.get(
-        "MOONCAKE_CONFIG_PATH"
-    )
-    if pair.first.role is not None and pair.first.role == pair.second.role and same_config:
-        what = (
-            f"both commands (lines {pair.first.line} and {pair.second.line}) are {pair.first.role} of one mooncake.json"
-        )
-        yield Finding(
-            ("--kv-transfer-config", "kv_role"),
-            what,
-            "make one kv_producer with kv_rank 0, one kv_consumer with kv_rank 1",
-        )
-
-
-@PAIR_RULES.rule(ERROR)
-def pair_differs(pair: Pair) -> Iterator[Finding]:
-    """Prefill and decode differ in something that makes the blocks of their KV caches different.
-
-    The tensor parallel size, the block size, the types of weights and cache, and the quantization must be the same.
-    The two sides compare these when they meet, and transfer nothing if they differ.
-    """
-    if pair.first.role == pair.second.role:
-        return
-    for name in ("tensor_parallel_size", "block_size", "kv_cache_dtype", "dtype", "quantization"):
-        one, other = pair.first.flags.get(name), pair.second.flags.get(name)
-        default = "1" if name == "tensor_parallel_size" else None
-        if (one or default) != (other or default) and "$" not in f"{one}{other}":
-            flag = "--" + name.replace("_", "-")
-            what = f"{flag} is {one or 'not given'} for {pair.first.label} and {other or 'not given'} for {pair.second.label}"
-            yield Finding(option(flag), what, "give both sides the same")
-
-
-@PAIR_RULES.rule(WARNING)
-def pair_model_differs(pair: Pair) -> Iterator[Finding]:
-    """Prefill and decode name different models. Two paths may hold the same model; the two sides compare its config."""
-    one, other = pair.first.flag("model"), pair.second.flag("model")
-    if pair.first.role != pair.second.role and one and other and one != other:
-        what = f"the model is {shorten(one)} for {pair.first.label} and {shorten(other)} for {pair.second.label}"
-        yield Finding(option("--model"), what, "give both sides the same model")
-
-
-@PAIR_RULES.rule(ERROR)
-def pair_api_port(pair: Pair) -> Iterator[Finding]:
-    """Two instances on one machine have the same API port. Without --port it is 8000."""
-    if pair.one_host and pair.first.api_port is not None and pair.first.api_port == pair.second.api_port:
-        what = f"both commands (lines {pair.first.line} and {pair.second.line}) use API port {pair.first.api_port}"
-        yield Finding(option("--port"), what, "give one of them another --port")
-
-
-@PAIR_RULES.rule(ERROR)
-def pair_gpus(pair: Pair) -> Iterator[Finding]:
-    """Two instances on one machine share a GPU, by CUDA_VISIBLE_DEVICES. Each takes its share of the GPU's memory for
-    itself (--gpu-memory-utilization), so the second runs out of memory."""
-    one, other = _gpus(pair.first), _gpus(pair.second)
-    common = sorted(one & other)
-    if pair.one_host and common:
-        what = f"both commands (lines {pair.first.line} and {pair.second.line}) use GPU {', '.join(common)}"
-        yield Finding(option("CUDA_VISIBLE_DEVICES"), what, "give each instance GPUs of its own")
-
-
-def _gpus(launch: Launch) -> set[str]:
-    text = launch.environment.get("CUDA_VISIBLE_DEVICES", "")
-    return set() if "$" in text else {part.strip() for part in text.split(",") if part.strip()}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake_v0.config.rules import text, shape, endpoints, metadata, metadata_use, protocol, ports  # isort: skip  # order of checking
+from mooncake_v0.config.rules import text, shape, endpoints, metadata_scheme, metadata, metadata_use, protocol, ports  # isort: skip  # order of checking
 from mooncake_v0.config.rules.registry import RULES, CheckOptions, Edit, Finding, Rule, Subject
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Subject",
     "endpoints",
     "metadata",
+    "metadata_scheme",
     "metadata_use",
     "ports",
     "protocol",

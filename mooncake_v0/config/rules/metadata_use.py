@@ -1,6 +1,6 @@
 """Rules about the metadata server together with the other fields, and notes on what goes through a gateway.
 
-The syntax of metadata_server has been judged in `rules.metadata`; here it is taken apart already.
+The syntax of metadata_server has been judged in `rules.metadata_scheme` and `rules.metadata`; here it is taken apart already.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mooncake_v0.config.addresses import (
     same_host,
     split_scheme,
 )
-from mooncake_v0.config.rules.metadata import BACKEND, WHERE, server
+from mooncake_v0.config.rules.metadata_scheme import BACKEND, WHERE, server
 from mooncake_v0.config.rules.registry import Edit, Finding, Subject, rule
 from mooncake_v0.config.source import quote
 from mooncake_v0.errors import ERROR, INFO, WARNING

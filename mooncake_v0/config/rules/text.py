@@ -1,4 +1,4 @@
-"""Rules about the bytes and the JSON text. The parser (`config.source`) finds these; here they are explained."""
+"""Rules about the bytes and the JSON text. The parser (`config.json_parser`) finds these; here they are explained."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from click.testing import CliRunner, Result
 
 from mooncake_v0.cli.validate import validate
 from mooncake_v0.config.launch import known_flags, make_launch, server_arguments
-from mooncake_v0.config.launch_rules import LAUNCH_RULES, PAIR_RULES, PROXY_RULES
+from mooncake_v0.config.launch_rules import LAUNCH_RULES, PROXY_RULES
+from mooncake_v0.config.pair_rules import PAIR_RULES
 
 CONFIG = {
     "prefill_url": "192.168.0.137:13003",

@@ -16,7 +16,8 @@ from click.testing import CliRunner
 
 from mooncake_v0.cli.validate import validate
 from mooncake_v0.config.model import Endpoint, MooncakeConfig
-from mooncake_v0.config.online import LISTENING, ONLINE_RULES, REFUSED, SILENT, HostFacts, is_local, reach, resolve
+from mooncake_v0.config.online import LISTENING, REFUSED, SILENT, is_local, reach, resolve
+from mooncake_v0.config.online_rules import ONLINE_RULES, HostFacts
 from mooncake_v0.config.rdma import Gid, RdmaPort, chosen_gid, device_names, read_port
 from mooncake_v0.metadata.store import open_store
 from tests.servers import Server, free_ports, start_etcd

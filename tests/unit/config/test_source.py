@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake_v0.config.source import MAX_DEPTH, Document, parse, render_path
+from mooncake_v0.config.json_parser import MAX_DEPTH, parse
+from mooncake_v0.config.source import Document, render_path
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -62,6 +63,7 @@ FRAGMENTS = st.lists(
 ).map("".join)
 
 
+@settings(deadline=None)
 @given(VALUES, st.sampled_from([None, 1, "\t"]), st.booleans())
 def test_parses_what_json_writes_to_the_same_value(value: Any, indent: Any, ascii_only: bool) -> None:
     document = parse(json.dumps(value, indent=indent, ensure_ascii=ascii_only))
@@ -70,6 +72,7 @@ def test_parses_what_json_writes_to_the_same_value(value: Any, indent: Any, asci
     assert document.value == value
 
 
+@settings(deadline=None)
 @given(FRAGMENTS | st.text())
 def test_agrees_with_the_standard_library_on_any_text(text: str) -> None:
     document = parse(text)
@@ -88,6 +91,7 @@ def is_json(text: str) -> bool:
     return True
 
 
+@settings(deadline=None)
 @given(VALUES)
 def test_the_place_of_every_value_holds_that_value(value: Any) -> None:
     document = parse(json.dumps(value, indent=2))
