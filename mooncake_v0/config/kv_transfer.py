@@ -21,18 +21,21 @@ from mooncake_v0.errors import ERROR, INFO, WARNING
 FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
     "kv_connector": (str,),
     "kv_role": (str,),
-    "kv_rank": (int, str),
-    "kv_parallel_size": (int, str),
+    "kv_rank": (int,),
+    "kv_parallel_size": (int,),
     "kv_buffer_size": (int, float, str),
     "kv_buffer_device": (str,),
     "kv_ip": (str,),
-    "kv_port": (int, str),
-    "kv_ttl_s": (int, float),
+    "kv_port": (int,),
 }
+# null is the same as leaving these out
+OPTIONAL_FIELDS = ("kv_ip", "kv_port")
 ROLE_NAMES: Mapping[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode"}
 RANKS = {"kv_producer": 0, "kv_consumer": 1}
 UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 BINARY_UNITS = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+# the forms of kv_buffer_size that the plugin takes (mooncake_v0/vllm_plugin/kv_transfer_config.py)
+BUFFER_SIZE = re.compile(r"\s*[0-9.eE+]+\s*([KMG]I?B)?\s*", re.ASCII | re.IGNORECASE)
 SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE]\+?[0-9]+)?)\s*([kmgtKMGT]?[iI]?)[bB]?\s*", re.ASCII)
 DEFAULT_BUFFER_BYTES = 10**9  # KVTransferConfig.kv_buffer_size = 1e9
 EXAMPLE = (
@@ -75,11 +78,9 @@ class KvSubject:
         return None if isinstance(value, bool) or not isinstance(value, FIELD_TYPES[name]) else value
 
     def number(self, name: str) -> int | None:
-        """The value as a whole number; V0 also reads "0" and 0.0."""
-        try:
-            return int(self.get(name))
-        except (TypeError, ValueError):
-            return None
+        """The value if it is a whole number."""
+        value = self.get(name)
+        return value if isinstance(value, int) else None
 
 
 KV_RULES: Checks[KvSubject] = Checks()
@@ -116,26 +117,24 @@ def kv_json(subject: KvSubject) -> Iterator[Finding]:
         yield Finding((), "not a JSON object", f"write {EXAMPLE}")
 
 
-@KV_RULES.rule(WARNING)
+@KV_RULES.rule(ERROR)
 def kv_unknown_field(subject: KvSubject) -> Iterator[Finding]:
-    """A field that --kv-transfer-config does not have. It is an error if its name is close to a known one."""
+    """A field that V0's --kv-transfer-config does not have, misspelt or from V1 (num_workers, ...)."""
     for name in subject.fields:
         if name not in FIELD_TYPES:
             near = difflib.get_close_matches(name.lower().replace("-", "_"), list(FIELD_TYPES), n=1, cutoff=0.75)
-            if near and near[0] not in subject.fields:
-                yield Finding(
-                    (name,), f"unknown field {shorten(name)!r}", f"rename it to {quote(near[0])}", severity=ERROR
-                )
-            else:
-                fix = f"remove it; the fields are {', '.join(FIELD_TYPES)}"
-                yield Finding((name,), f"unknown field {shorten(name)!r} is ignored", fix)
+            meant = near and near[0] not in subject.fields
+            fix = f"rename it to {quote(near[0])}" if meant else f"remove it; the fields are {', '.join(FIELD_TYPES)}"
+            yield Finding((name,), f"unknown field {shorten(name)!r}", fix)
 
 
 @KV_RULES.rule(ERROR)
 def kv_wrong_type(subject: KvSubject) -> Iterator[Finding]:
     """A field of --kv-transfer-config has a type that cannot be meant: a list, an object, true, null."""
     for name, value in subject.fields.items():
-        if name in FIELD_TYPES and subject.get(name) is None and name != "kv_buffer_size":
+        if value is None and name in OPTIONAL_FIELDS or name not in FIELD_TYPES or name == "kv_buffer_size":
+            continue
+        if subject.get(name) is None:
             wanted = "a text" if FIELD_TYPES[name] == (str,) else "a number"
             yield Finding((name,), f"{name} is {shorten(repr(value))}", f"write {wanted}, as in {EXAMPLE}")
 
@@ -215,7 +214,7 @@ def kv_buffer_size(subject: KvSubject) -> Iterator[Finding]:
     """kv_buffer_size is not a positive number of bytes. 2e9, "2e9", 2000000000, "2GB" and "2GiB" are."""
     value = subject.fields.get("kv_buffer_size", DEFAULT_BUFFER_BYTES)
     size = parse_size_bytes(value)
-    if size is None or size <= 0:
+    if size is None or size <= 0 or (isinstance(value, str) and not BUFFER_SIZE.fullmatch(value)):
         fix = "write the bytes, for example 2e9; `mooncake-v0 size` computes them for a model"
         yield Finding(("kv_buffer_size",), f"kv_buffer_size is {shorten(repr(value))}", fix)
 

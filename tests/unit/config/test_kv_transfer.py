@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_v0.cli.validate import validate
-from mooncake_v0.config.kv_transfer import KV_RULES, check_kv_transfer_config, parse_size_bytes
+from mooncake_v0.config.kv_transfer import FIELD_TYPES, KV_RULES, check_kv_transfer_config, parse_size_bytes
+from mooncake_v0.errors import ERROR, UnsupportedError
+from mooncake_v0.vllm_plugin.kv_transfer_config import parse_kv_transfer_config
 
 PRODUCER = {
     "kv_connector": "MooncakeConnector",
@@ -47,7 +49,7 @@ EXAMPLES: list[tuple[str, str, dict[str, Any]]] = [
     ("kv-role", changed(kv_role="prefill"), {}),
     ("kv-role-side", changed(), {"role": "decode"}),
     ("kv-rank", changed(kv_rank=1), {}),
-    ("kv-rank", changed(kv_rank="0.5"), {}),
+    ("kv-wrong-type", changed(kv_rank="0"), {}),
     ("kv-rank", without("kv_rank"), {}),
     ("kv-parallel-size", changed(kv_parallel_size=3), {}),
     ("kv-parallel-size", without("kv_parallel_size"), {}),
@@ -81,8 +83,8 @@ def test_every_rule_has_an_example() -> None:
         PRODUCER,
         CONSUMER,
         {**PRODUCER, "kv_buffer_size": "2e9"},
-        {**PRODUCER, "kv_buffer_size": "2GB", "kv_rank": "0", "kv_parallel_size": "2"},
-        {**PRODUCER, "kv_buffer_device": "cpu", "kv_ttl_s": 480},
+        {**PRODUCER, "kv_buffer_size": "2GB"},
+        {**PRODUCER, "kv_buffer_device": "cpu", "kv_buffer_size": "1.5 GiB"},
     ],
 )
 def test_documented_forms_have_no_findings(config: dict[str, Any]) -> None:
@@ -127,6 +129,54 @@ def test_size_is_read_as_people_write_it(written: Any, size_bytes: int | None) -
 )
 def test_any_text_is_checked_without_an_exception(text: str) -> None:
     check_kv_transfer_config(text, role="prefill", api_port=8000, prompt_bytes=10, max_prompt_tokens=1)
+
+
+ODD_VALUES: st.SearchStrategy[Any] = st.sampled_from(
+    [
+        None,
+        True,
+        0,
+        1,
+        2,
+        3,
+        -1,
+        0.0,
+        0.5,
+        1.0,
+        2e9,
+        "0",
+        "2",
+        "",
+        "cpu",
+        "cuda",
+        "kv_both",
+        "kv_producer",
+        "kv_consumer",
+    ]
+    + ["2GB", "2 gb", "2G", "2GiB", "2B", "2e9", "1e999", "2..5", "+", "MooncakeConnector", "PyNcclConnector", [], {}]
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(
+    st.sampled_from([PRODUCER, CONSUMER]),
+    st.dictionaries(st.sampled_from([*FIELD_TYPES, "num_workers", "kv_rol"]), ODD_VALUES, max_size=3),
+    st.sets(st.sampled_from(list(PRODUCER)), max_size=1),
+)
+def test_error_is_found_exactly_when_the_plugin_refuses_to_start(
+    base: dict[str, Any], changes: dict[str, Any], dropped: set[str]
+) -> None:
+    config = {name: value for name, value in {**base, **changes}.items() if name not in dropped}
+
+    try:
+        parse_kv_transfer_config(json.dumps(config))
+    except UnsupportedError:
+        is_refused = True
+    else:
+        is_refused = False
+
+    found = check_kv_transfer_config(json.dumps(config))[1]
+    assert any((finding.severity or rule.severity) == ERROR for rule, finding in found) == is_refused, config
 
 
 def test_option_is_reported_under_its_own_name() -> None:
