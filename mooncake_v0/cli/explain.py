@@ -17,6 +17,7 @@ from mooncake_v0.config.explanations import Explanation
 SOURCES: list[tuple[str, str]] = [
     ("mooncake_v0.config.explanations", "config_explanations"),
     ("mooncake_v0.doctor.explanations", "doctor_explanations"),
+    ("mooncake_v0.migrate.explanations", "migration_explanations"),
 ]
 
 HELP = """Explain a finding by its name, or list all names.

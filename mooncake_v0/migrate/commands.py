@@ -184,7 +184,7 @@ def _starts_target(words: Sequence[str]) -> bool:
         script = next((word for word in following if not re.fullmatch(r"-[uOBEsSI]+", word)), "")
         return script == "-m" and _is_module(following) or script.endswith(".py")
     if head in SERVERS or head == "ssh":
-        return head != "mooncake-v0" or following[:1] in (["proxy"], ["metadata"])
+        return head != "mooncake-v0" or following[:1] in (["proxy"], ["metadata"], ["launch"])
     if head in SHELLS:
         return any(re.fullmatch(r"-[a-z]*c", word) for word in following[:3])
     if head in ("docker", "podman", "nerdctl"):

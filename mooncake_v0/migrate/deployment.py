@@ -14,6 +14,7 @@ from typing import Any, Mapping, Sequence
 from mooncake_v0.migrate.facts import guess_architecture, version_key
 from mooncake_v0.migrate.json_values import Parsed, parse_mooncake_json, parse_object
 from mooncake_v0.migrate.lookup import find_file
+from mooncake_v0.migrate.own_launch import launched
 from mooncake_v0.migrate.proxies import Proxy, find_proxies
 from mooncake_v0.migrate.records import Found, Invocation, Place, TextFile
 from mooncake_v0.migrate.secrets import masked_value
@@ -135,7 +136,8 @@ def assemble(found: Found) -> Deployment:
     configs = _configs(found)
     instances: list[Instance] = []
     metadata: list[tuple[str, Place]] = []
-    for invocation in found.invocations:
+    invocations = [server for item in found.invocations for server in launched(item) or [item]]
+    for invocation in invocations:
         if is_server(invocation.argv):
             instances.append(_instance(invocation, configs, found))
         elif _metadata_kind(invocation.argv):

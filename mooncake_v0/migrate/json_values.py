@@ -56,10 +56,13 @@ def _bare(text: str) -> Parsed | None:
     pairs = _BARE_PAIR.findall(match[1])
     if not pairs:
         return None
-    return Parsed({key: _scalar(value.strip()) for key, value in pairs}, "the shell took the quotes out of the JSON")
+    return Parsed(
+        {key: json_scalar(value.strip()) for key, value in pairs}, "the shell took the quotes out of the JSON"
+    )
 
 
-def _scalar(text: str) -> Any:
+def json_scalar(text: str) -> Any:
+    """A number, true, false or null where the text is one, else the text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -80,8 +83,9 @@ MOONCAKE_KEYS = frozenset(
 
 def parse_mooncake_json(text: str) -> Parsed | None:
     """A mooncake.json: an object with at least two of its keys."""
+    text = text.lstrip("\ufeff")
     stripped = re.sub(r"(?m)^\s*(?://|#).*$", "", text)
-    parsed = parse_object(stripped.lstrip("\ufeff"))
+    parsed = parse_object(stripped)
     if parsed is None or len(MOONCAKE_KEYS & set(parsed.value)) < 2:
         return None
     if stripped != text and not parsed.repaired:

@@ -185,8 +185,10 @@ class ShellReader:
         name = node.child_by_field_name("name")
         words = self.words.value(name.named_children[0]) if name is not None and name.named_children else []
         for child in node.children_by_field_name("argument"):
-            words.extend(self.words.value(child))
-        return [word for word in words if word.strip() or word == ""]
+            # a backslash before a space at the end of a line was meant to continue it
+            if not re.fullmatch(r"(?:\\[ \t]+)+", self.words.text(child)):
+                words.extend(self.words.value(child))
+        return words
 
     def _command(self, node: Node) -> None:
         self.state.commands += 1
@@ -196,7 +198,7 @@ class ShellReader:
                 name, values, _ = self.words.assignment(child)
                 prefix.append((name, " ".join(values)))
         words = self._command_words(node)
-        if not words:
+        if not words or not words[0].strip():
             return
         if words[0].startswith("-") and self._attach(words, node):
             return

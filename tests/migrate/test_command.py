@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +102,30 @@ def test_migrate_needs_neither_torch_nor_vllm_nor_quart() -> None:
     assert "<!DOCTYPE html>" in done.stdout
     assert done.returncode == 2
     assert "cannot write to /dev/null/none" in done.stderr
+
+
+README = FIXTURES.parents[2] / "README.md"
+SECTION = README.read_text(encoding="utf-8").split("## Moving to V1")[1].split("\n## ")[0]
+DOCUMENTED = [line for line in SECTION.splitlines() if line.startswith("mooncake-v0 migrate deploy/")]
+
+
+@pytest.mark.parametrize("line", DOCUMENTED)
+def test_a_command_of_the_readme_works(line: str, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "documented-shell", tmp_path / "deploy")
+    command = [sys.executable, "-m", "mooncake_v0", *shlex.split(line)[1:]]
+    root = str(FIXTURES.parents[2])
+    environment = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["v1:--swap-space", "v1:VLLM_USE_V1", "v1:kv_rank", "prefix-caching-on", "CVE-2026-48746"]
+)
+def test_explain_knows_the_rows(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mooncake_v0", "explain", name], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"{name} (")
+    assert "Source: " in done.stdout

@@ -20,7 +20,7 @@ from mooncake_v0.migrate.render import FORMATS, render
 from mooncake_v0.migrate.report import Migration, build
 from tests.migrate.deployments import FIXTURES, NEWEST
 
-MANY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 TEXTS = [path.read_text() for path in sorted(FIXTURES.rglob("*")) if path.is_file()]
 SNIPPETS = [
     "vllm serve",
@@ -124,7 +124,7 @@ def test_words_in_quotes_are_read_as_a_shell_reads_them(words: list[str]) -> Non
     assert list(item.arguments.flags[0].values) == words
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(words=st.lists(WORDS.filter(lambda word: not word.startswith("-")), min_size=1, max_size=4))
 def test_bash_reads_an_emitted_script_as_the_report_says_and_runs_nothing(
     tmp_path_factory: pytest.TempPathFactory, words: list[str]
