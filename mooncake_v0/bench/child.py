@@ -76,9 +76,18 @@ class Child:
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        self._socket.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
 
     def _read(self, timeout_s: float) -> Answer:
         until_s = time.monotonic() + timeout_s

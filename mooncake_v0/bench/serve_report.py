@@ -20,10 +20,14 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class SideFigures:
-    """One side of one point. itl_ms is over all gaps of all answers, tpot_ms over the answers' means."""
+    """One side of one point. itl_ms is over all gaps of all answers, tpot_ms over the answers' means.
+
+    incomplete: streams from which the server lost tokens, see `Answer`.
+    """
 
     requests: int
     failed: int
+    incomplete: int
     ttft_ms: Percentiles
     itl_ms: Percentiles
     tpot_ms: Percentiles
@@ -48,7 +52,11 @@ class Ratios:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One prompt length or one rate. requests_per_s is the offered rate; None: one request after the other."""
+    """One prompt length or one rate. requests_per_s is the offered rate; None: one request after the other.
+
+    equal_answers: of the compared ones, whose text on both sides has the same characters; their order is the stream's and
+    not the model's alone, see `Answer`. Only complete answers are compared.
+    """
 
     prompt_tokens: int
     output_tokens: int
@@ -86,6 +94,7 @@ def sweep_point(
 ) -> SweepPoint:
     """proxy and plain hold the answers to the same prompts in the same order."""
     both = [(ours, theirs) for ours, theirs in zip(proxy, plain) if not ours.error and not theirs.error]
+    complete = [(ours, theirs) for ours, theirs in both if not ours.lost_tokens and not theirs.lost_tokens]
     proxy_figures, plain_figures = _side(proxy, proxy_wall_s), _side(plain, plain_wall_s)
     return SweepPoint(
         prompt_tokens=prompt_tokens,
@@ -100,8 +109,8 @@ def sweep_point(
             tpot=_paired([(ours.tpot_s, theirs.tpot_s) for ours, theirs in both]),
             tokens_per_s=_ratio(proxy_figures.tokens_per_s, plain_figures.tokens_per_s),
         ),
-        equal_answers=sum(ours.text == theirs.text for ours, theirs in both),
-        compared_answers=len(both),
+        equal_answers=sum(sorted(ours.text) == sorted(theirs.text) for ours, theirs in complete),
+        compared_answers=len(complete),
     )
 
 
@@ -110,6 +119,7 @@ def _side(answers: Sequence[Answer], wall_s: float) -> SideFigures:
     return SideFigures(
         requests=len(answers),
         failed=len(answers) - len(good),
+        incomplete=sum(answer.lost_tokens > 0 for answer in good),
         ttft_ms=percentiles([answer.ttft_s * 1000 for answer in good]),
         itl_ms=percentiles([gap * 1000 for answer in good for gap in answer.gaps_s]),
         tpot_ms=percentiles([answer.tpot_s * 1000 for answer in good if answer.tokens > 1]),

@@ -26,13 +26,7 @@ class UpstreamPipe:
     """`transfer` as often as wanted; `close` in every case."""
 
     def __init__(self, python: str, shape: KVShape, *, folder: Path, port: int, metadata_url: str, device: str) -> None:
-        found = shutil.which(python)
-        if found is None:
-            raise CouldNotCheckError(
-                f"--peer-python {python!r} is not a program",
-                fix="give the Python of an environment that holds vllm 0.6.5 and mooncake-transfer-engine",
-            )
-        self._python = found
+        self._python = find_python(python)
         self._shape = shape
         self._folder = folder
         self._device = device
@@ -97,3 +91,14 @@ class UpstreamPipe:
         except CouldNotCheckError:
             self.close()
             raise
+
+
+def find_python(python: str) -> str:
+    """The path of --peer-python; CouldNotCheckError if there is no such program."""
+    found = shutil.which(python)
+    if found is None:
+        raise CouldNotCheckError(
+            f"--peer-python {python!r} is not a program",
+            fix="give the Python of an environment that holds vllm 0.6.5 and mooncake-transfer-engine",
+        )
+    return found

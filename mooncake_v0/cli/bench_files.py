@@ -82,21 +82,30 @@ def write_json(path: Path | None, data: Any) -> None:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """On a terminal a bar with the step's name; elsewhere nothing moves, and each new step is a line on stderr."""
+    """On a terminal a bar with the step's name; elsewhere each new step is a line on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _line_teller()
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
+        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
 
-        def show(text: str, done: int, total: int) -> None:
-            bar.update(task, description=text, completed=done, total=total)
-            if not console.is_terminal:
-                click.echo(f"[{done}/{total}] {text}", err=True)
 
-        yield show
+def _line_teller() -> Callable[[str, int, int], None]:
+    said = ""
+
+    def tell(text: str, done: int, total: int) -> None:
+        nonlocal said
+        if text != said:
+            click.echo(f"[{done}/{total}] {text}", err=True)
+        said = text
+
+    return tell
 
 
 def end_on_sigterm() -> None:

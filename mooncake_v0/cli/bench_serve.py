@@ -285,6 +285,11 @@ def _text(report: ServeReport) -> str:
         hits = report.transferred.get("hits", 0.0)
         misses = sum(value for name, value in report.transferred.items() if name.startswith("miss_"))
         lines.append(f"decode skipped the prefill of {hits:.0f} of {hits + misses:.0f} prompts")
+    points = (*report.prompt_sweep, *report.rate_sweep)
+    for name, sides in (("the pair", [p.proxy for p in points]), ("plain", [p.plain for p in points])):
+        incomplete = sum(side.incomplete for side in sides)
+        if incomplete:
+            lines.append(f"{incomplete} streams from {name} lost tokens (vllm 0.6.4.post1 can, its pull request 10802)")
     lines += [*_wrong(report), *report.notes]
     return "\n".join(lines)
 

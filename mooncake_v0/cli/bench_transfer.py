@@ -97,10 +97,13 @@ def transfer(
     from mooncake_v0.bench.shapes import find_shape
     from mooncake_v0.bench.transfer import PORTS, TransferOptions, measure
     from mooncake_v0.bench.transports import check_available
+    from mooncake_v0.bench.upstream import find_python
     from mooncake_v0.pin.processes import find_free_range
     from mooncake_v0.transfer.engine import check_engine_version
 
     check_engine_version()
+    if peer_python is not None:
+        find_python(peer_python)
     for name in transport_names:
         check_available(name)
     shape = find_shape(model)
