@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import resource
 import uuid
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Mapping
 
 from mooncake_v0.config import rdma
 from mooncake_v0.config.addresses import parse_metadata
 from mooncake_v0.config.check import Checked
 from mooncake_v0.config.launch_rules import PROXY_RULES, Proxied
 from mooncake_v0.config.model import ROLES, MooncakeConfig, Role
-from mooncake_v0.config.online import busy_ports, is_local, reach, resolve, round_trip
+from mooncake_v0.config.online import ask_api, busy_ports, is_local, reach, resolve, round_trip
 from mooncake_v0.config.online_rules import ONLINE_RULES, HostFacts
 from mooncake_v0.config.port_table import peer_ports
 from mooncake_v0.config.rules.registry import where
@@ -31,6 +32,7 @@ def add_online_findings(session: Session, sysfs: str, timeout_s: float) -> None:
         if checked.config is not None:
             ranks = session.options.tensor_parallel_size or 1
             facts = gather(checked.config, ranks, session.request.role, Path(sysfs), timeout_s)
+            facts = with_apis(facts, session.options.api_ports, timeout_s)
             session.more[path].extend(findings(facts, checked))
 
 
@@ -66,6 +68,16 @@ def gather(config: MooncakeConfig, ranks: int, role: Role | None, sysfs: Path, t
         reached=_reached(config, ranks, resolved, timeout_s) if "prefill" not in local else {},
     )
     return _with_rdma(facts, sysfs) if config.protocol == "rdma" and local else facts
+
+
+def with_apis(facts: HostFacts, api_ports: Mapping[Role, int], timeout_s: float) -> HostFacts:
+    """The facts with what the sides' APIs say, where their ports and addresses are known."""
+    apis = {}
+    for side, port in api_ports.items():
+        address = facts.resolved.get(facts.config.endpoint(side).host)
+        if address is not None:
+            apis[side] = ask_api(address, port, timeout_s)
+    return replace(facts, apis=apis, api_ports=api_ports)
 
 
 def _is_local(address: str | None, side: Role, role: Role | None) -> bool:
@@ -105,8 +117,6 @@ def _ask_metadata(url: str, timeout_s: float) -> tuple[str, str, bool]:
 
 
 def _with_rdma(facts: HostFacts, sysfs: Path) -> HostFacts:
-    from dataclasses import replace
-
     port = _environment_number("MC_IB_PORT", 1)
     gid_index = _environment_number("MC_GID_INDEX", _environment_number("NCCL_IB_GID_INDEX", 0))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

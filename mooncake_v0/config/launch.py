@@ -53,6 +53,11 @@ class Launch:
         value = self.flags.get(name)
         return value if isinstance(value, str) and "$" not in value else None
 
+    @property
+    def transfers(self) -> bool:
+        """Whether the command asks for KV transfer; what is said about transfer is not about a plain vLLM."""
+        return "kv_transfer_config" in self.flags
+
     def number(self, name: str) -> int | None:
         value = self.flag(name)
         return int(value) if value is not None and value.isdecimal() and value.isascii() and len(value) < 10 else None

@@ -92,7 +92,7 @@ def launch_config_path(launch: Launch) -> Iterator[Finding]:
 def launch_tensor_parallel(launch: Launch) -> Iterator[Finding]:
     """--tensor-parallel-size is not a number of 1 to 16. The port plan has room for 16 ranks on one host."""
     value = launch.flag("tensor_parallel_size")
-    if value is not None and launch.tensor_parallel_size is None:
+    if launch.transfers and value is not None and launch.tensor_parallel_size is None:
         what = f"--tensor-parallel-size is {shorten(value)}"
         yield Finding(option("--tensor-parallel-size"), what, f"use 1 to {MAX_RANKS}")
 
@@ -100,7 +100,7 @@ def launch_tensor_parallel(launch: Launch) -> Iterator[Finding]:
 @LAUNCH_RULES.rule(ERROR)
 def launch_pipeline_parallel(launch: Launch) -> Iterator[Finding]:
     """--pipeline-parallel-size above 1. A stage has no hidden states to send for the whole model; V0 never had it."""
-    if (launch.number("pipeline_parallel_size") or 1) > 1:
+    if launch.transfers and (launch.number("pipeline_parallel_size") or 1) > 1:
         what = f"--pipeline-parallel-size is {launch.flag('pipeline_parallel_size')}"
         yield Finding(option("--pipeline-parallel-size"), what, "use 1, and more --tensor-parallel-size instead")
 
@@ -108,7 +108,7 @@ def launch_pipeline_parallel(launch: Launch) -> Iterator[Finding]:
 @LAUNCH_RULES.rule(ERROR)
 def launch_speculative(launch: Launch) -> Iterator[Finding]:
     """Speculative decoding together with transfer. The draft model's cache is not transferred."""
-    if launch.flags.get("speculative_model") is not None:
+    if launch.transfers and launch.flags.get("speculative_model") is not None:
         yield Finding(
             option("--speculative-model"),
             "speculative decoding is not possible with transfer",
@@ -119,7 +119,7 @@ def launch_speculative(launch: Launch) -> Iterator[Finding]:
 @LAUNCH_RULES.rule(ERROR)
 def launch_multi_step(launch: Launch) -> Iterator[Finding]:
     """--num-scheduler-steps above 1. Multi-step scheduling does not come back to the connector between the steps."""
-    if (launch.number("num_scheduler_steps") or 1) > 1:
+    if launch.transfers and (launch.number("num_scheduler_steps") or 1) > 1:
         what = f"--num-scheduler-steps is {launch.flag('num_scheduler_steps')}"
         yield Finding(option("--num-scheduler-steps"), what, "remove it, or use 1")
 
@@ -127,7 +127,7 @@ def launch_multi_step(launch: Launch) -> Iterator[Finding]:
 @LAUNCH_RULES.rule(ERROR)
 def launch_task(launch: Launch) -> Iterator[Finding]:
     """--task embedding. An embedding model has no decode phase to hand over to."""
-    if launch.flag("task") == "embedding":
+    if launch.transfers and launch.flag("task") == "embedding":
         yield Finding(
             option("--task"), "an embedding model has nothing to transfer", "start it without --kv-transfer-config"
         )

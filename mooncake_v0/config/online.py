@@ -7,16 +7,20 @@ is the caller's: this part only says what to ask it.
 from __future__ import annotations
 
 import errno
+import http.client
+import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from mooncake_v0.config.addresses import IPV4
 from mooncake_v0.config.model import RankPorts
 
 LISTENING, REFUSED, SILENT = "listening", "refused", "silent"
+MAX_ANSWER_BYTES = 1 << 20
 
 
 class Store(Protocol):
@@ -91,6 +95,34 @@ def reach(address: str, ports: list[int], timeout_s: float) -> dict[int, str]:
     """Port -> listening, refused or silent. All are asked at once, so the whole takes one deadline."""
     with ThreadPoolExecutor(max_workers=max(1, min(32, len(ports)))) as pool:
         return dict(zip(ports, pool.map(lambda port: _reach(address, port, timeout_s), ports)))
+
+
+@dataclass(frozen=True)
+class ApiAnswer:
+    """What an OpenAI API's port said. models: the ids of /v1/models; None if this is no such API; () if a key is needed."""
+
+    state: str
+    models: tuple[str, ...] | None = None
+
+
+def ask_api(address: str, port: int, timeout_s: float) -> ApiAnswer:
+    """Ask for /v1/models, without a key and without any proxy of the environment. Ends within two timeouts."""
+    connection = http.client.HTTPConnection(address, port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/v1/models")
+        answer = connection.getresponse()
+        if answer.status in (401, 403):
+            return ApiAnswer(LISTENING, ())
+        listed = json.loads(answer.read(MAX_ANSWER_BYTES))
+        return ApiAnswer(LISTENING, tuple(str(item["id"]) for item in listed["data"]))
+    except ConnectionRefusedError:
+        return ApiAnswer(REFUSED)
+    except (http.client.HTTPException, ValueError, TypeError, LookupError):
+        return ApiAnswer(LISTENING)  # it talks, but not like this API
+    except OSError:
+        return ApiAnswer(SILENT)
+    finally:
+        connection.close()
 
 
 def _reach(address: str, port: int, timeout_s: float) -> str:

@@ -10,7 +10,7 @@ from typing import Iterator, Mapping, Optional
 
 from mooncake_v0.config.addresses import is_loopback, same_host
 from mooncake_v0.config.model import ROLES, Endpoint, MooncakeConfig, Role
-from mooncake_v0.config.online import REFUSED, SILENT
+from mooncake_v0.config.online import LISTENING, REFUSED, SILENT, ApiAnswer
 from mooncake_v0.config.rdma import RdmaPort, chosen_gid
 from mooncake_v0.config.rules.ports import plan
 from mooncake_v0.config.rules.registry import FIELDS, Checks, Finding
@@ -31,6 +31,7 @@ class HostFacts:
     reached:   (side, port) -> listening, refused or silent, for the ports of a side that is another machine
     metadata_failure: why the round trip of a probe key failed; wrong_answer: the server answered, but not with the key
     rdma_ports: device -> its port, None if the host has no such device; empty if not looked at
+    apis:      what the OpenAI API of a side said, where its port is known
     """
 
     config: MooncakeConfig
@@ -47,6 +48,8 @@ class HostFacts:
     rdma_port_number: int = 1
     gid_index: int = 0
     memlock_bytes: int | None = None
+    apis: Mapping[Role, ApiAnswer] = field(default_factory=dict)
+    api_ports: Mapping[Role, int] = field(default_factory=dict)
 
 
 ONLINE_RULES: Checks[HostFacts] = Checks()
@@ -244,3 +247,36 @@ def online_memlock(facts: HostFacts) -> Iterator[Finding]:
             "set it to unlimited: `ulimit -l unlimited`, LimitMEMLOCK=infinity (systemd), --ulimit memlock=-1 (docker)"
         )
         yield Finding(("protocol",), what, fix)
+
+
+@ONLINE_RULES.rule(ERROR)
+def online_api_wrong(facts: HostFacts) -> Iterator[Finding]:
+    """Something answers at the API's port, but it is not vLLM's OpenAI API.
+
+    Often the port of the engine, the proxy or another service was given.
+    """
+    for role, answer in facts.apis.items():
+        if answer.state == LISTENING and answer.models is None:
+            where = f"{facts.config.endpoint(role).host}:{facts.api_ports[role]}"
+            yield Finding(
+                ("--api-port",), f"{where} is not vLLM's API", f"give the --port with which {role} is started"
+            )
+
+
+@ONLINE_RULES.rule(INFO)
+def online_api_not_running(facts: HostFacts) -> Iterator[Finding]:
+    """Nothing answers at the API's port: this side is not started yet, or the port is another."""
+    for role, answer in facts.apis.items():
+        if answer.state != LISTENING:
+            where = f"{facts.config.endpoint(role).host}:{facts.api_ports[role]}"
+            yield Finding(("--api-port",), f"no API answers at {where}", f"nothing, if {role} is not started yet")
+
+
+@ONLINE_RULES.rule(ERROR)
+def online_api_models(facts: HostFacts) -> Iterator[Finding]:
+    """Prefill and decode serve different models. The proxy sends one request to both, so the names must be the same."""
+    prefill, decode = facts.apis.get("prefill"), facts.apis.get("decode")
+    ours, theirs = (answer.models if answer is not None else None for answer in (prefill, decode))
+    if ours and theirs and not set(ours) & set(theirs):
+        what = f"prefill serves {', '.join(map(repr, ours))}, decode {', '.join(map(repr, theirs))}"
+        yield Finding(("--api-port",), shorten(what, 200), "start both with the same --model or --served-model-name")

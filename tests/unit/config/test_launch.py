@@ -129,6 +129,13 @@ def test_exempt_metadata_server_needs_no_warning_about_a_proxy(tmp_path: Path, s
     assert rules(tmp_path, script) == set()
 
 
+def test_plain_vllm_in_the_same_script_may_do_what_transfer_cannot(tmp_path: Path) -> None:
+    assert (
+        rules(tmp_path, f"{MODULE} --port 9000 -pp 2 --speculative-model draft --num-scheduler-steps 8\n{PREFILL}")
+        == set()
+    )
+
+
 def test_command_gives_its_size_and_port_to_the_port_plan(tmp_path: Path) -> None:
     close = {"decode_url": "192.168.0.137:13013"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from mooncake_v0.cli.validate import validate
 from mooncake_v0.config.model import Endpoint, MooncakeConfig
-from mooncake_v0.config.online import LISTENING, REFUSED, SILENT, is_local, reach, resolve
+from mooncake_v0.config.online import LISTENING, REFUSED, SILENT, ApiAnswer, ask_api, is_local, reach, resolve
 from mooncake_v0.config.online_rules import ONLINE_RULES, HostFacts
 from mooncake_v0.config.rdma import Gid, RdmaPort, chosen_gid, device_names, read_port
 from mooncake_v0.metadata.store import open_store
@@ -192,6 +192,67 @@ def test_proxy_variable_without_an_exception_is_a_warning(
     assert "http-proxy" not in run(tmp_path, **fields)[1]
 
 
+class Models(BaseHTTPRequestHandler):
+    """An OpenAI API that serves the model named by its server."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"object": "list", "data": [{"id": self.server.model}]}).encode()  # type: ignore[attr-defined]
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def api(address: str, model: str, port: int = 0) -> Iterator[int]:
+    with ThreadingHTTPServer((address, port), Models) as server:
+        server.model = model  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join(10)
+
+
+@pytest.mark.parametrize(("decode_model", "rules"), [("tiny", set()), ("other", {"online-api-models"})])
+def test_models_of_both_apis_are_compared(tmp_path: Path, etcd: Server, decode_model: str, rules: set[str]) -> None:
+    base = free_base()
+    fields = loopback(base, etcd, decode_url=f"127.0.0.2:{base + 100}")
+    with api("127.0.0.1", "tiny") as port, api("127.0.0.2", decode_model, port):
+        code, found = run(tmp_path, "--api-port", str(port), **fields)
+
+    assert (code, set(found)) == (len(rules), rules)
+
+
+def test_api_that_is_not_started_is_a_note(tmp_path: Path, etcd: Server) -> None:
+    (port,) = free_ports(1)
+
+    code, found = run(tmp_path, "--role", "prefill", "--api-port", str(port), **loopback(free_base(), etcd))
+
+    assert code == 0
+    assert found == {"online-api-not-running": f"no API answers at 127.0.0.1:{port}"}
+
+
+def test_port_that_speaks_something_else_is_no_api(tmp_path: Path, etcd: Server) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), SaysYes) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        arguments = ["--role", "decode", "--api-port", str(server.server_port)]
+        code, found = run(tmp_path, *arguments, **loopback(free_base(), etcd))
+        server.shutdown()
+        thread.join(10)
+
+    assert (code, set(found)) == (1, {"online-api-wrong", "online-peer-not-listening"})
+
+
+def test_port_that_never_answers_ends_with_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert ask_api("127.0.0.1", server.getsockname()[1], 0.3) == ApiAnswer(SILENT)
+
+
 def make_device(root: Path, name: str, *, state: str = "4: ACTIVE", layer: str = "Ethernet", gids: Any = None) -> None:
     """One device in a copy of sysfs. gids: index -> (address, type)."""
     port = root / "class" / "infiniband" / name / "ports" / "1"
@@ -288,6 +349,12 @@ FACTS = [
     ("online-rdma-inactive", replace(GOOD, config=RDMA, rdma_ports={"mlx5_0": replace(ACTIVE, state="1: DOWN")})),
     ("online-rdma-gid", replace(GOOD, config=RDMA, rdma_ports={"mlx5_0": replace(ACTIVE, gids=())})),
     ("online-rdma-gid", replace(GOOD, config=RDMA, rdma_ports={"mlx5_0": ACTIVE}, gid_index=5)),
+    ("online-api-wrong", replace(GOOD, apis={"prefill": ApiAnswer(LISTENING)}, api_ports={"prefill": 8100})),
+    ("online-api-not-running", replace(GOOD, apis={"decode": ApiAnswer(REFUSED)}, api_ports={"decode": 8200})),
+    (
+        "online-api-models",
+        replace(GOOD, apis={"prefill": ApiAnswer(LISTENING, ("a",)), "decode": ApiAnswer(LISTENING, ("b",))}),
+    ),
     ("online-memlock", replace(GOOD, config=RDMA, memlock_bytes=8 << 20)),
 ]
 
