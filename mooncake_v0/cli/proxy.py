@@ -71,7 +71,7 @@ Examples:
 @click.option("--queue", default=512, show_default=True, type=click.IntRange(min=0), help="Requests that may wait.")
 @click.option("--queue-timeout", default=30.0, show_default=True, type=SECONDS, help="Seconds that one may wait.")
 @click.option("--max-body-mib", default=64, show_default=True, type=COUNT, help="Largest request body.")
-@click.option("--connect-timeout", default=2.0, show_default=True, type=SECONDS, help="Seconds, to an instance.")
+@click.option("--connect-timeout", default=5.0, show_default=True, type=SECONDS, help="Seconds, to an instance.")
 @click.option(
     "--prefill-timeout", default=60.0, show_default=True, type=SECONDS, help="Seconds, plus 1 per 1000 tokens."
 )

@@ -146,6 +146,7 @@ def pair_status(pair: Pair) -> dict[str, Any]:
     return {
         "name": pair.name,
         "draining": pair.draining,
+        "instances_differ": pair.differs,
         "in_flight": pair.inflight,
         "places": pair.limits.pair_requests,
         "prefill": instance_status(pair.prefill),

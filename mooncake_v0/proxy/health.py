@@ -17,7 +17,7 @@ import aiohttp
 from yarl import URL
 
 from mooncake_v0.proxy.legs import EXCHANGE_ERRORS, Upstream
-from mooncake_v0.proxy.pairs import DOWN, STARTING, UP, Instance, Pair
+from mooncake_v0.proxy.pairs import UP, Instance, Pair
 from mooncake_v0.proxy.settings import Timeouts
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class Prober:
     async def run(self) -> None:
         while True:
             await self.once()
-            down = self.instance.state in (DOWN, STARTING)
-            await asyncio.sleep(self.health.probe_down_s if down else self.health.probe_s)
+            content = self.instance.state == UP and self.instance.probe_failures == 0
+            await asyncio.sleep(self.health.probe_s if content else self.health.probe_down_s)
 
     async def once(self) -> None:
         """One probe, and what follows from it."""
@@ -86,9 +86,18 @@ class Prober:
                 (int(c["max_model_len"]) for c in cards if c.get("max_model_len")), default=0
             )
             self.models_known_s = time.monotonic()
+            self._compare()
         except (*EXCHANGE_ERRORS, KeyError, TypeError, AttributeError):
             # tried again in a second; the checks that need it do without
             return
+
+    def _compare(self) -> None:
+        """Say so when the two instances of a pair do not serve the same: KV of one model is of no use to another."""
+        known = [(sorted(one.models), one.max_model_len) for one in self.pair.instances if one.models]
+        differs = len(known) == 2 and known[0] != known[1]
+        if differs and not self.pair.differs:
+            logger.warning("prefill and decode of pair %s serve %s and %s", self.pair.name, *known)
+        self.pair.differs = differs
 
     async def _demand_proof(self) -> None:
         """If nothing has come out for too long, or the instance is known to be wedged, ask for one token."""

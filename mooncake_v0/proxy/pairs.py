@@ -172,6 +172,7 @@ class Pair:
         self.inflight = 0
         self.kv_tokens = 0
         self.draining = False
+        self.differs = False  # the two instances name different models or context lengths
         self.prefill_places = asyncio.Semaphore(limits.pair_prefills)
 
     @property

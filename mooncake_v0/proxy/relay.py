@@ -181,14 +181,14 @@ class Relay:
         return bool(self.balancer.candidates(self._want(job, tried), time.monotonic()))
 
     def _may_move(self, job: Job, failure: LegFailed, tried: tuple[str, ...]) -> bool:
-        """Whether to try again, on another pair, or after a broken connection once on the same."""
+        """Whether to try again, on another pair, or after a connection that broke or did not come once on the same."""
         if job.record.attempts > self.settings.retries and failure.kind not in failures.EVIDENTLY_DEAD:
             return False
         if job.record.attempts >= MAX_ATTEMPTS or self.settings.retries == 0:
             return False
         if self._others(job, tried):
             return failure.kind in failures.EVIDENTLY_DEAD or self.budget.spend()
-        return failure.kind == failures.RESET and job.record.attempts == 1
+        return failure.kind in (failures.RESET, failures.CONNECT) and job.record.attempts == 1
 
     async def _give_up(self, job: Job, failure: LegFailed) -> None:
         """The last failure is the answer: the instance's own words if they are JSON, else ours."""

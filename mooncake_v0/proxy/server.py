@@ -15,13 +15,16 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
 from dataclasses import dataclass
 from typing import Any, Callable
 
+from hypercorn.asyncio import run as hypercorn_run
 from hypercorn.asyncio import serve
+from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.config import Config
 
 from mooncake_v0.errors import ProxyError
@@ -44,6 +47,25 @@ class Bind:
     listen_fd: int = -1
     certfile: str = ""
     keyfile: str = ""
+
+
+class PromptTCPServer(TCPServer):
+    """Hypercorn's connection, closed as soon as its client has closed it.
+
+    Hypercorn 0.17 and 0.18 let a connection that its client closed while idle stay open until the keep-alive time is
+    over (asyncio/tcp_server.py: the task group waits for the idle timer); at 75 s that is thousands of descriptors.
+    """
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        await self.idle_task.stop()
+
+
+def prepare_process() -> None:
+    """Once, before serving: as many descriptors as the system allows, and connections that close when they should."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    hypercorn_run.TCPServer = PromptTCPServer  # type: ignore[attr-defined,misc]
 
 
 class Listener:
@@ -75,7 +97,7 @@ class Listener:
                 return taken
             reason = "it does not listen"
         except OSError as error:
-            reason = error.strerror
+            reason = str(error.strerror)
         raise ProxyError(f"descriptor {listen_fd} is not a listening socket: {reason}", fix="hand in one that listens")
 
     @staticmethod
@@ -161,6 +183,7 @@ async def serve_proxy(
     proxy: Proxy, bind: Bind, admin_bind: Bind | None = None, announce: Callable[[str, str], None] | None = None
 ) -> None:
     """Serve until a signal arrives and everything has ended. `announce` is told the URLs once they are listened on."""
+    prepare_process()
     shutdown = Shutdown(proxy)
     shutdown.install()
     listeners = [Listener(one) for one in (bind, admin_bind) if one is not None]

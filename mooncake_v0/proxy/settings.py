@@ -29,7 +29,7 @@ class Timeouts:
     wedge_s:                 no progress with requests in flight before an instance is asked to prove that it lives
     """
 
-    connect_s: float = 2.0
+    connect_s: float = 5.0
     prefill_s: float = 60.0
     prefill_s_per_1k_tokens: float = 1.0
     decode_first_byte_s: float = 120.0

@@ -132,7 +132,7 @@ CHAT_FIELDS: dict[str, dict[str, Any]] = {
     "request_id": {"request_id": "mine"},
     "request_id null": {"request_id": None},
     "parallel_tool_calls": {"parallel_tool_calls": True},
-    "beam search": {"use_beam_search": True, "n": 2},
+    "beam search": {"use_beam_search": True, "n": 2, "max_tokens": 4},
     "length_penalty": {"length_penalty": 0.5},
     "length_penalty null": {"length_penalty": None},
     "metadata": {"metadata": {}},

@@ -14,14 +14,18 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Awaitable
 
+import aiohttp
 import click
 
 from tests.proxy.command import Command, running_command, start_command
 from tests.proxy.load import Outcome, percentile, quick_backend, run_clients
+from tests.proxy.versus_published import free_port, wait_for_port
 
 MIB = 1024 * 1024
 QUIET = ("--port", "0", "--access-log", "none", "--drain-delay", "0")
@@ -225,6 +229,88 @@ async def long_stream(seconds: float) -> dict[str, Any]:
     return {"good": outcome.statuses == {200: 1} and outcome.wall_s >= seconds - 1, "seconds": round(outcome.wall_s, 1)}
 
 
+class BackendProcess:
+    """An instance that is a process, so that it can be killed and stopped for real."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-m", "tests.proxy.load", str(self.port)])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+async def until_state(command: Command, pair: int, role: str, usable: bool, within_s: float = 20) -> float:
+    """Seconds until the proxy calls an instance up, or no longer up."""
+    start_s = time.monotonic()
+    async with aiohttp.ClientSession() as session:
+        while time.monotonic() - start_s < within_s:
+            async with session.get(command.admin_url + "/pairs") as response:
+                pairs = (await response.json())["pairs"]
+            if (pairs[pair][role]["state"] == "up") is usable:
+                return time.monotonic() - start_s
+            await asyncio.sleep(0.02)
+    raise TimeoutError(f"{role} of pair {pair} did not become {'usable' if usable else 'unusable'}")
+
+
+async def faults() -> dict[str, Any]:
+    """Every instance of two pairs in turn is killed and started again, and frozen and thawed, under load."""
+    ports = [free_port() for _ in range(4)]
+    processes = [BackendProcess(port) for port in ports]
+    arguments = [f"--pair=http://127.0.0.1:{ports[i]},http://127.0.0.1:{ports[i + 1]}" for i in (0, 2)]
+    seen: dict[str, Any] = {}
+    good = True
+    try:
+        async with running_command(*arguments, *QUIET, "--admin-port", "0") as command:
+            for pair in (0, 1):
+                for role in ("prefill", "decode"):
+                    await until_state(command, pair, role, True)
+            for number, process in enumerate(processes):
+                pair, role = number // 2, ("prefill", "decode")[number % 2]
+                for fault in ("killed", "frozen"):
+                    outcome, found_s, back_s = await one_fault(command, process, pair, role, fault)
+                    good = good and outcome.broken == 0 and set(outcome.statuses) == {200} and back_s < 1.0
+                    seen[f"{role} of pair {pair} {fault}"] = {
+                        "statuses": outcome.statuses,
+                        "broken": outcome.broken,
+                        "found_out_after_s": round(found_s, 2),
+                        "used_again_after_s": round(back_s, 2),
+                        "slowest_answer_s": round(max(outcome.latencies_s), 2),
+                    }
+    finally:
+        for process in processes:
+            process.kill()
+    return {"good": good, **seen}
+
+
+async def one_fault(
+    command: Command, process: BackendProcess, pair: int, role: str, fault: str
+) -> tuple[Outcome, float, float]:
+    """Load of 16 clients for 8 s; the fault comes after one second and goes after five."""
+    load = asyncio.ensure_future(run_clients(command.url, clients=16, requests=0, prompt_bytes=512, seconds=8))
+    await asyncio.sleep(1)
+    process.kill() if fault == "killed" else process.freeze()
+    found_s = await until_state(command, pair, role, False)
+    await asyncio.sleep(3)
+    if fault == "killed":
+        process.start()
+        await wait_for_port(process.port)
+    else:
+        process.thaw()
+    back_s = await until_state(command, pair, role, True)
+    return await load, found_s, back_s
+
+
 def finish(work: Awaitable[dict[str, Any]]) -> None:
     """Run, print, and fail by exit code."""
 
@@ -264,6 +350,11 @@ def pacing_command(rounds: int) -> None:
 @click.option("--restarts", default=20)
 def rolling_command(restarts: int) -> None:
     finish(rolling(restarts))
+
+
+@main.command("faults")
+def faults_command() -> None:
+    finish(faults())
 
 
 @main.command("long-stream")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Optional, cast
@@ -183,3 +184,14 @@ async def run_clients(
     await asyncio.gather(*(one() for _ in range(clients)))
     outcome.wall_s = time.monotonic() - started_s
     return outcome
+
+
+async def _serve(port: int) -> None:
+    kind = type("Backend", (QuickBackend,), {"service_s": 0.02, "pause_s": 0.02, "events": 20})
+    server = await asyncio.get_running_loop().create_server(kind, "127.0.0.1", port, backlog=4096)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    # `python -m tests.proxy.load PORT`: a backend as a process, to be killed and stopped
+    asyncio.run(_serve(int(sys.argv[1])))

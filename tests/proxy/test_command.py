@@ -232,6 +232,19 @@ async def test_successor_on_the_same_socket_takes_over_without_a_refused_connect
     assert set(statuses) == {200}
 
 
+async def test_connections_that_clients_closed_are_closed_here_too(
+    backends: list[Backend], client: aiohttp.ClientSession
+) -> None:
+    async with running_command("--pair", f"{backends[0].url},{backends[1].url}", *QUIET) as command:
+        await until_ready(client, command.url)
+        folder = Path(f"/proc/{command.process.pid}/fd")
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as many:
+            await asyncio.gather(*(post(many, command.url) for _ in range(100)))
+            most = len(list(folder.iterdir()))
+
+        await eventually(lambda: len(list(folder.iterdir())) < most - 90, 15)
+
+
 async def test_https_is_served_and_asked_for(
     tmp_path: Path, backends: list[Backend], client: aiohttp.ClientSession
 ) -> None:
