@@ -15,7 +15,7 @@ from mooncake_v0.cli.explain import explanations
 from mooncake_v0.config.schema import SCHEMA_FILE
 
 DOCS = Path(__file__).parents[1] / "docs"
-WIDTH = 80
+WIDTH = 80  # click leaves two columns free
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
@@ -35,7 +35,7 @@ def _walk(path: str, command: click.Command) -> Iterator[tuple[str, click.Comman
 
 def help_text(path: str, command: click.Command) -> str:
     """What `--help` prints on a terminal of 80 columns."""
-    context = click.Context(command, info_name=path, max_content_width=WIDTH, terminal_width=WIDTH)
+    context = click.Context(command, info_name=path, terminal_width=WIDTH - 2)
     context.help_option_names = ["-h", "--help"]
     return "\n".join(line.rstrip() for line in command.get_help(context).splitlines()) + "\n"
 

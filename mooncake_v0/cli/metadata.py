@@ -15,10 +15,10 @@ def metadata() -> None:
     SOURCE is a mooncake.json or a store URL:
 
     \b
-      http://HOST:PORT/metadata      `metadata serve`, or the engine's own server
-      etcd://A:2379,B:2379           etcds:// for TLS: ?ca=F&cert=F&key=F
-      redis://USER:PASS@HOST/DB      rediss://, redis+sentinel://, redis+cluster://
-      sqlite:///FILE                 sqlite:////FILE for an absolute path
+      http://HOST:PORT/metadata    `metadata serve`, or the engine's own server
+      etcd://A:2379,B:2379         etcds:// for TLS: ?ca=F&cert=F&key=F
+      redis://USER:PASS@HOST/DB    rediss://, redis+sentinel://, redis+cluster://
+      sqlite:///FILE               sqlite:////FILE for an absolute path
 
     ?password_file=FILE keeps a password out of the process list.
     """
@@ -84,12 +84,16 @@ def serve(
     from mooncake_v0.metadata.gateway import GatewayOptions, raise_file_limit
     from mooncake_v0.metadata.gateway import serve as serve_gateway
     from mooncake_v0.metadata.gateway_auth import read_access
+    from mooncake_v0.metadata.liveness import is_loopback
     from mooncake_v0.metadata.store import open_store
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     options = GatewayOptions(host, port, read_access(token_file, basic_file), ttl_s, stale_reads)
     store = open_store(store_url, timeout_s=timeout_s)
     raise_file_limit()
+    logging.info("store %s", store.url)
+    if options.access.is_open and not is_loopback(host):
+        logging.warning("whoever reaches %s can read and write: there is no --token-file and no --basic", host)
 
     async def main() -> None:
         stop = asyncio.Event()
