@@ -7,6 +7,7 @@ The text is JSON, checked with the same parser as a mooncake.json; a finding's `
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -136,7 +137,9 @@ def kv_wrong_type(subject: KvSubject) -> Iterator[Finding]:
             continue
         if subject.get(name) is None:
             wanted = "a text" if FIELD_TYPES[name] == (str,) else "a number"
-            yield Finding((name,), f"{name} is {shorten(repr(value))}", f"write {wanted}, as in {EXAMPLE}")
+            yield Finding(
+                (name,), f"{name} is {shorten(json.dumps(value))}, not {wanted}", f"write {wanted}, as in {EXAMPLE}"
+            )
 
 
 @KV_RULES.rule(ERROR)
@@ -152,7 +155,8 @@ def kv_connector(subject: KvSubject) -> Iterator[Finding]:
         and value != "MooncakeConnector"
         and (value is None or isinstance(value, str))
     ):
-        what = "kv_connector is missing" if value is None else f"kv_connector is {shorten(value)!r}"
+        given = "missing" if value is None else repr(shorten(value))
+        what = f"kv_connector is {given}, this package brings MooncakeConnector"
         yield Finding(("kv_connector",), what, 'write "kv_connector": "MooncakeConnector"')
 
 
@@ -168,7 +172,8 @@ def kv_role(subject: KvSubject) -> Iterator[Finding]:
         and (value is None or isinstance(value, str))
         and value not in ROLE_NAMES
     ):
-        what = "kv_role is missing" if value is None else f"kv_role is {shorten(value)!r}"
+        given = "missing" if value is None else repr(shorten(value))
+        what = f"kv_role is {given}, a pair has one kv_producer and one kv_consumer"
         yield Finding(("kv_role",), what, 'write "kv_producer" on the prefill side, "kv_consumer" on the decode side')
 
 
@@ -188,8 +193,9 @@ def kv_rank(subject: KvSubject) -> Iterator[Finding]:
     if role not in RANKS or "kv_rank" in subject.fields and subject.get("kv_rank") is None:
         return
     if subject.number("kv_rank") != RANKS[role]:
-        given = subject.fields.get("kv_rank", "missing")
-        yield Finding(("kv_rank",), f"kv_rank is {shorten(str(given))} for {role}", f'write "kv_rank": {RANKS[role]}')
+        given = shorten(str(subject.fields.get("kv_rank", "missing")))
+        what = f"kv_rank is {given}, {role} has rank {RANKS[role]}"
+        yield Finding(("kv_rank",), what, f'write "kv_rank": {RANKS[role]}')
 
 
 @KV_RULES.rule(ERROR)
@@ -205,7 +211,9 @@ def kv_parallel_size(subject: KvSubject) -> Iterator[Finding]:
     if subject.number("kv_parallel_size") != 2:
         given = subject.fields.get("kv_parallel_size", "missing (and 1 by default)")
         yield Finding(
-            ("kv_parallel_size",), f"kv_parallel_size is {shorten(str(given))}", 'write "kv_parallel_size": 2'
+            ("kv_parallel_size",),
+            f"kv_parallel_size is {shorten(str(given))}, a pair has 2",
+            'write "kv_parallel_size": 2',
         )
 
 
@@ -216,7 +224,9 @@ def kv_buffer_size(subject: KvSubject) -> Iterator[Finding]:
     size = parse_size_bytes(value)
     if size is None or size <= 0 or (isinstance(value, str) and not BUFFER_SIZE.fullmatch(value)):
         fix = "write the bytes, for example 2e9; `mooncake-v0 size` computes them for a model"
-        yield Finding(("kv_buffer_size",), f"kv_buffer_size is {shorten(repr(value))}", fix)
+        yield Finding(
+            ("kv_buffer_size",), f"kv_buffer_size is {shorten(json.dumps(value))}, not a number of bytes above 0", fix
+        )
 
 
 @KV_RULES.rule(WARNING)
@@ -237,7 +247,9 @@ def kv_buffer_device(subject: KvSubject) -> Iterator[Finding]:
     """kv_buffer_device is neither cpu nor cuda."""
     value = subject.get("kv_buffer_device")
     if value is not None and value not in ("cpu", "cuda"):
-        yield Finding(("kv_buffer_device",), f"kv_buffer_device is {shorten(value)!r}", 'write "cpu", or "cuda"')
+        yield Finding(
+            ("kv_buffer_device",), f"kv_buffer_device is {shorten(value)!r}, not cpu or cuda", 'write "cpu", or "cuda"'
+        )
 
 
 @KV_RULES.rule(WARNING)

@@ -74,7 +74,9 @@ def launch_no_transfer(launch: Launch) -> Iterator[Finding]:
         and not launch.problem
     ):
         fix = 'add --kv-transfer-config \'{"kv_connector":"MooncakeConnector",...}\', or remove MOONCAKE_CONFIG_PATH'
-        yield Finding(option("--kv-transfer-config"), "--kv-transfer-config is missing", fix)
+        yield Finding(
+            option("--kv-transfer-config"), "MOONCAKE_CONFIG_PATH is set, but --kv-transfer-config is missing", fix
+        )
 
 
 @LAUNCH_RULES.rule(ERROR)
@@ -85,7 +87,9 @@ def launch_config_path(launch: Launch) -> Iterator[Finding]:
     """
     if launch.flags.get("kv_transfer_config") is not None and not launch.environment.get("MOONCAKE_CONFIG_PATH"):
         fix = "put MOONCAKE_CONFIG_PATH=/path/to/mooncake.json before the command"
-        yield Finding(option("MOONCAKE_CONFIG_PATH"), "MOONCAKE_CONFIG_PATH is not set", fix)
+        yield Finding(
+            option("MOONCAKE_CONFIG_PATH"), "--kv-transfer-config is given, but MOONCAKE_CONFIG_PATH is not set", fix
+        )
 
 
 @LAUNCH_RULES.rule(ERROR)
@@ -93,7 +97,7 @@ def launch_tensor_parallel(launch: Launch) -> Iterator[Finding]:
     """--tensor-parallel-size is not a number of 1 to 16. The port plan has room for 16 ranks on one host."""
     value = launch.flag("tensor_parallel_size")
     if launch.transfers and value is not None and launch.tensor_parallel_size is None:
-        what = f"--tensor-parallel-size is {shorten(value)}"
+        what = f"--tensor-parallel-size is {shorten(value)}, the port plan has 1 to {MAX_RANKS}"
         yield Finding(option("--tensor-parallel-size"), what, f"use 1 to {MAX_RANKS}")
 
 
@@ -101,7 +105,7 @@ def launch_tensor_parallel(launch: Launch) -> Iterator[Finding]:
 def launch_pipeline_parallel(launch: Launch) -> Iterator[Finding]:
     """--pipeline-parallel-size above 1. A stage has no hidden states to send for the whole model; V0 never had it."""
     if launch.transfers and (launch.number("pipeline_parallel_size") or 1) > 1:
-        what = f"--pipeline-parallel-size is {launch.flag('pipeline_parallel_size')}"
+        what = f"--pipeline-parallel-size is {launch.flag('pipeline_parallel_size')}, with transfer it must be 1"
         yield Finding(option("--pipeline-parallel-size"), what, "use 1, and more --tensor-parallel-size instead")
 
 
@@ -120,7 +124,7 @@ def launch_speculative(launch: Launch) -> Iterator[Finding]:
 def launch_multi_step(launch: Launch) -> Iterator[Finding]:
     """--num-scheduler-steps above 1. Multi-step scheduling does not come back to the connector between the steps."""
     if launch.transfers and (launch.number("num_scheduler_steps") or 1) > 1:
-        what = f"--num-scheduler-steps is {launch.flag('num_scheduler_steps')}"
+        what = f"--num-scheduler-steps is {launch.flag('num_scheduler_steps')}, with transfer it must be 1"
         yield Finding(option("--num-scheduler-steps"), what, "remove it, or use 1")
 
 
@@ -155,7 +159,11 @@ def launch_chunked_prefill(launch: Launch) -> Iterator[Finding]:
 def launch_engine_v1(launch: Launch) -> Iterator[Finding]:
     """VLLM_USE_V1=1 starts the V1 engine of 0.6.4.post1, an early one without any transfer."""
     if launch.environment.get("VLLM_USE_V1", "0").strip() not in ("0", ""):
-        yield Finding(option("VLLM_USE_V1"), "VLLM_USE_V1 is set", "remove it, or set it to 0")
+        yield Finding(
+            option("VLLM_USE_V1"),
+            "VLLM_USE_V1 is set",
+            "remove it, or set it to 0",
+        )
 
 
 @LAUNCH_RULES.rule(ERROR)
@@ -169,7 +177,11 @@ def launch_engine_variable(launch: Launch) -> Iterator[Finding]:
     environment = launch.environment
     mtu, backlog = environment.get("MC_MTU"), environment.get("MC_HANDSHAKE_LISTEN_BACKLOG")
     if mtu is not None and "$" not in mtu and mtu not in ("512", "1024", "2048", "4096"):
-        yield Finding(option("MC_MTU"), f"MC_MTU is {shorten(mtu)!r}", "use 512, 1024, 2048 or 4096")
+        yield Finding(
+            option("MC_MTU"),
+            f"MC_MTU is {shorten(mtu)!r}",
+            "use 512, 1024, 2048 or 4096",
+        )
     if backlog is not None and "$" not in backlog and not backlog.isdecimal():
         yield Finding(
             option("MC_HANDSHAKE_LISTEN_BACKLOG"),
@@ -177,7 +189,11 @@ def launch_engine_variable(launch: Launch) -> Iterator[Finding]:
             "write a number, for example 128",
         )
     if "MC_USE_IPV6" in environment:
-        yield Finding(option("MC_USE_IPV6"), "MC_USE_IPV6 is set, at any value it turns IPv6 on", "remove it")
+        yield Finding(
+            option("MC_USE_IPV6"),
+            "MC_USE_IPV6 is set, at any value it turns IPv6 on",
+            "remove it",
+        )
 
 
 @LAUNCH_RULES.rule(WARNING)
@@ -202,16 +218,24 @@ class Proxied:
 PROXY_RULES: Checks[Proxied] = Checks()
 
 
-@PROXY_RULES.rule(WARNING)
-def http_proxy(proxied: Proxied) -> Iterator[Finding]:
-    """http_proxy is set, and no_proxy does not name the metadata server.
+# which variable a client obeys for a URL of this scheme: libcurl for http (never HTTP_PROXY), Go's grpc for etcd
+PROXY_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "http": ("http_proxy", "all_proxy", "ALL_PROXY"),
+    "https": ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"),
+    "etcd": ("https_proxy", "HTTPS_PROXY"),
+}
 
-    The engine's http client (libcurl) asks the proxy for the metadata server then, and fails with -1. etcd's client
-    does the same. Works in curl, not in vLLM: often the shell of the service has the variable and yours has not.
+
+@PROXY_RULES.rule(INFO)
+def http_proxy(proxied: Proxied) -> Iterator[Finding]:
+    """A proxy variable is set, and no_proxy does not name the metadata server.
+
+    The engine's http client obeys http_proxy and then fails with -1, and etcd's client obeys https_proxy. This
+    package's agents exempt the metadata server for themselves; whatever else uses it from this environment does not.
     """
-    names = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+    names = PROXY_VARIABLES.get(proxied.metadata.scheme, ())
     found = next((name for name in names if proxied.environment.get(name)), None)
-    if found is None or proxied.metadata.kind == "redis":
+    if found is None:
         return
     exempt = proxied.environment.get("no_proxy") or proxied.environment.get("NO_PROXY") or ""
     for host, _ in proxied.metadata.hosts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -131,6 +132,19 @@ def test_any_text_is_checked_without_an_exception(text: str) -> None:
     check_kv_transfer_config(text, role="prefill", api_port=8000, prompt_bytes=10, max_prompt_tokens=1)
 
 
+# a fix that says `write "kv_rank": 0`, taken by its word
+BY_THE_WORD = re.compile(r'write "(kv_\w+)": ("?\w+"?)')
+
+
+@pytest.mark.parametrize(("rule", "text", "known"), EXAMPLES)
+def test_written_fix_makes_the_finding_go_away(rule: str, text: str, known: dict[str, Any]) -> None:
+    for _, finding in check_kv_transfer_config(text, **known)[1]:
+        match = BY_THE_WORD.search(finding.fix)
+        if match:
+            fixed = json.dumps({**json.loads(text), match[1]: json.loads(match[2])})
+            assert rule not in {item.name for item, _ in check_kv_transfer_config(fixed, **known)[1]}
+
+
 ODD_VALUES: st.SearchStrategy[Any] = st.sampled_from(
     [
         None,
@@ -184,7 +198,7 @@ def test_option_is_reported_under_its_own_name() -> None:
 
     assert result.return_value == 1
     assert result.output.startswith(
-        "--kv-transfer-config: error: --kv-transfer-config.kv_rank: kv_rank is 1 for kv_producer [kv-rank]\n"
+        "--kv-transfer-config: error: --kv-transfer-config.kv_rank: kv_rank is 1, kv_producer has rank 0 [kv-rank]\n"
         '  fix: write "kv_rank": 0\n'
     )
 

@@ -99,7 +99,7 @@ EXAMPLES = [
     ("pair-api-port", OTHER_GPU.replace("8200", "8100")),
     ("pair-gpus", OTHER_GPU.replace("CUDA_VISIBLE_DEVICES=1", "CUDA_VISIBLE_DEVICES=0,1")),
     ("http-proxy", "http_proxy=http://10.0.0.9:3128 " + PREFILL),
-    ("http-proxy", "export HTTPS_PROXY=http://10.0.0.9:3128 no_proxy=localhost,.internal\n" + PREFILL),
+    ("http-proxy", "export ALL_PROXY=http://10.0.0.9:3128 no_proxy=localhost,.internal\n" + PREFILL),
     ("kv-rank", PREFILL.replace('"kv_rank":0', '"kv_rank":1')),
     ("kv-port-clash", PREFILL.replace('"kv_rank":0', '"kv_rank":0,"kv_port":8100')),
     ("launch-not-found", "echo hello\n"),
@@ -123,6 +123,7 @@ def test_every_rule_has_an_example() -> None:
         "no_proxy=192.168.0.139 http_proxy=http://10.0.0.9:3128 " + PREFILL,
         "NO_PROXY='*' http_proxy=http://10.0.0.9:3128 " + PREFILL,
         "http_proxy= " + PREFILL,
+        "HTTP_PROXY=http://10.0.0.9:3128 " + PREFILL,
     ],
 )
 def test_exempt_metadata_server_needs_no_warning_about_a_proxy(tmp_path: Path, script: str) -> None:
