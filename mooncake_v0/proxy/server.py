@@ -65,7 +65,7 @@ def prepare_process() -> None:
     """Once, before serving: as many descriptors as the system allows, and connections that close when they should."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    hypercorn_run.TCPServer = PromptTCPServer  # type: ignore[attr-defined,misc]
+    hypercorn_run.TCPServer = PromptTCPServer  # type: ignore[attr-defined]
 
 
 class Listener:
