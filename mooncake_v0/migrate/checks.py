@@ -163,8 +163,13 @@ def _deployment_tags(deployment: Deployment, hardware: Mapping[str, str]) -> set
 
 
 def _ported_pipe(deployment: Deployment) -> bool:
-    """A stock release with the vulnerable pipe; on 0.6.4.post1 the pipe is a port, whose origin nobody can read here."""
+    """A release with the vulnerable pipe, or a pair whose pipe may be a port of it: nothing says that it is ours."""
     versions = [version for name, version in deployment.versions if name == "vllm"]
+    ours = any(name == "mooncake-v0" for name, _ in deployment.versions) or any(
+        item.launched_by_us for item in deployment.instances()
+    )
+    if deployment.pairs and not ours and (not versions or "0.6.4.post1" in versions):
+        return True
     return any(version_key("0.6.5") <= version_key(version) < version_key("0.8.5") for version in versions)
 
 

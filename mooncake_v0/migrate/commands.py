@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import posixpath
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Callable, Mapping, Sequence
 
 from mooncake_v0.migrate.docker import parse_docker_run
-from mooncake_v0.migrate.records import Found, Invocation, Place, Shape
+from mooncake_v0.migrate.env_files import parse_env_file
+from mooncake_v0.migrate.records import Found, Invocation, Lookup, Place, Shape, no_lookup
 
 SHELLS = frozenset(["bash", "sh", "dash", "zsh", "ash"])
 SERVERS = frozenset(["etcd", "redis-server", "mooncake-v0", "mooncake_master"])
@@ -84,7 +85,10 @@ Nested = Callable[[str, Place, "Scene"], None]
 
 @dataclass(frozen=True)
 class Scene:
-    """Where commands run: what the format around them says; environment is a container's, for shells inside it."""
+    """Where commands run: what the format around them says.
+
+    environment is a container's, for shells inside it; lookup finds the files that commands name.
+    """
 
     shape: Shape = Shape("shell")
     name: str = ""
@@ -95,6 +99,7 @@ class Scene:
     ports: tuple[tuple[str, str], ...] = ()
     service_links: bool = True
     environment: tuple[tuple[str, str], ...] = ()
+    lookup: Lookup = field(default=no_lookup, compare=False)
 
     def on_host(self, host: str) -> Scene:
         return replace(self, host=host.rpartition("@")[2])
@@ -265,8 +270,8 @@ def _docker(
     if not run.image:
         found.note(place, " ".join(words), "docker run without an image")
         return
-    for path in run.env_files:
-        found.note(place, f"--env-file {path}", "read as an env file if it is among the given paths")
+    container_env = dict(pair for path in run.env_files for pair in _env_file(path, place, found, scene))
+    container_env.update(run.env)
     inner = replace(
         scene,
         shape=Shape("docker", run),
@@ -276,7 +281,15 @@ def _docker(
         mounts=run.mounts,
         ports=run.ports,
     )
-    container_command(run.entrypoint, run.arguments, run.env, place, found, inner, nested)
+    container_command(run.entrypoint, run.arguments, list(container_env.items()), place, found, inner, nested)
+
+
+def _env_file(path: str, place: Place, found: Found, scene: Scene) -> list[tuple[str, str]]:
+    file = scene.lookup(path)
+    if file is None:
+        found.note(place, f"--env-file {path}", "is not among the given paths; its variables are not known")
+        return []
+    return parse_env_file(file.text)
 
 
 def container_command(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Callable, Mapping, Optional
+from typing import Any, Callable, Mapping
 
 from mooncake_v0.migrate.commands import Nested, Scene, container_command
 from mooncake_v0.migrate.docker import split_words
 from mooncake_v0.migrate.document import text_of
 from mooncake_v0.migrate.env_files import parse_env_file
-from mooncake_v0.migrate.records import Found, Place, Shape, TextFile
+from mooncake_v0.migrate.records import Found, Lookup, Place, Shape
 
-Lookup = Callable[[str], Optional[TextFile]]
 _VARIABLE = re.compile(r"\$(?:\$|([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)(?:(:?[-?+])([^{}]*))?\})")
 
 

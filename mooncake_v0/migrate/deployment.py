@@ -18,7 +18,14 @@ from mooncake_v0.migrate.own_launch import launched
 from mooncake_v0.migrate.proxies import Proxy, find_proxies
 from mooncake_v0.migrate.records import Found, Invocation, Place, TextFile
 from mooncake_v0.migrate.secrets import masked_value
-from mooncake_v0.migrate.server_arguments import KV_FLAG, ServerArguments, is_server, parse_server
+from mooncake_v0.migrate.server_arguments import (
+    KV_FLAG,
+    SERVER_MODULE,
+    ServerArguments,
+    config_words,
+    is_server,
+    parse_server,
+)
 
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 _ANY_HOST = frozenset(["", "0.0.0.0", "::", "[::]", "*"])
@@ -69,6 +76,10 @@ class Instance:
     architecture_guessed: bool
     quantization: str
     invocation: Invocation
+
+    @property
+    def launched_by_us(self) -> bool:
+        return self.invocation.launched_by_us
 
     @property
     def model(self) -> str:
@@ -172,7 +183,7 @@ def _configs(found: Found) -> dict[str, MooncakeFile]:
 
 
 def _instance(invocation: Invocation, configs: Mapping[str, MooncakeFile], found: Found) -> Instance:
-    arguments = parse_server(invocation.argv)
+    arguments = _arguments(invocation, found)
     for remark in arguments.odd:
         found.note(invocation.place, remark, "read on past it")
     kv = _kv(arguments, invocation, found)
@@ -196,6 +207,30 @@ def _instance(invocation: Invocation, configs: Mapping[str, MooncakeFile], found
         quantization=arguments.value("--quantization", "-q") or _quantization(arguments.model, found.files),
         invocation=invocation,
     )
+
+
+def _arguments(invocation: Invocation, found: Found) -> ServerArguments:
+    """The arguments, with those of a `--config` file before the others, which win."""
+    arguments = parse_server(invocation.argv)
+    path = arguments.value("--config")
+    if not path:
+        return arguments
+    file = find_file(found.files, path, invocation.place.file, invocation.mounts)
+    words = config_words(file.text) if file is not None else []
+    if file is None or not words:
+        found.note(
+            invocation.place, f"--config {path}", "not among the given paths, or no mapping; its flags are not known"
+        )
+        return arguments
+    found.used.add(file.path)
+    start = ["vllm", "serve"] if arguments.entrypoint == "serve" else ["python3", "-m", SERVER_MODULE]
+    model = [arguments.model] if arguments.entrypoint == "serve" and arguments.model else []
+    merged = parse_server([*start, *model, *words, *_rest(arguments)])
+    return replace(merged, flags=tuple(flag for flag in merged.flags if flag.name != "--config"))
+
+
+def _rest(arguments: ServerArguments) -> list[str]:
+    return [word for flag in arguments.flags for word in (flag.name, *flag.values)]
 
 
 def _kv(arguments: ServerArguments, invocation: Invocation, found: Found) -> Parsed | None:

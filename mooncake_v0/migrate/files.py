@@ -86,7 +86,6 @@ class Files:
         self.files = files
         self.found = found
         self.secrets = secrets
-        self._used: set[str] = set()
 
     def read(self) -> Found:
         for file in self.files:
@@ -97,7 +96,7 @@ class Files:
             if self._counts() == before and not self._is_env_file(file):
                 self.found.note(file.place, file.path, "holds nothing of a deployment that is understood here")
         for file in self.files:
-            if self._is_env_file(file) and file.path not in self._used:
+            if self._is_env_file(file) and file.path not in self.found.used:
                 self.found.note(file.place, file.path, "an env file that nothing given names")
         # files written by scripts and ConfigMaps: mooncake.json and proxies are read where they are looked up
         self.found.files = [*self.files, *self.found.files]
@@ -110,7 +109,7 @@ class Files:
     def lookup(self, file: TextFile, written: str) -> TextFile | None:
         """A file that another one names."""
         named = find_file([*self.files, *self.found.files], written, file.path)
-        self._used |= {named.path} if named else set()
+        self.found.used |= {named.path} if named else set()
         return named
 
     def _is_env_file(self, file: TextFile) -> bool:
@@ -123,7 +122,8 @@ class Files:
         return read
 
     def _shell(self, text: str, place: Place, scene: Scene, file: TextFile) -> None:
-        ShellReader(text, place, self.found, lookup=lambda path: self.lookup(file, path), scene=scene).read()
+        scene = replace(scene, lookup=lambda path: self.lookup(file, path))
+        ShellReader(text, place, self.found, scene=scene).read()
 
     def _read(self, file: TextFile) -> None:
         name = file.path.rpartition("/")[2].lower()

@@ -65,4 +65,4 @@ def _server(invocation: Invocation, role: str, file: str, options: dict[str, str
     gpus = options.get(f"--{role}-gpus")
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = gpus
-    return replace(invocation, argv=tuple(argv), env=tuple(env.items()))
+    return replace(invocation, argv=tuple(argv), env=tuple(env.items()), launched_by_us=True)

@@ -7,7 +7,7 @@ its environment), so that the same deployment written in two formats looks the s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Callable, Optional
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Invocation:
     mounts: tuple[tuple[str, str], ...] = ()
     ports: tuple[tuple[str, str], ...] = ()
     service_links: bool = True
+    launched_by_us: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,15 @@ class TextFile:
     place: Place
 
 
+# where a file that another one names is found: path as written -> the file, or None
+Lookup = Callable[[str], Optional[TextFile]]
+
+
+def no_lookup(path: str) -> TextFile | None:
+    """The lookup of a reader that has no other files."""
+    return None
+
+
 @dataclass
 class Found:
     """Collects what the readers find; the only mutable record, filled while reading and then left alone."""
@@ -81,6 +91,8 @@ class Found:
     unread: list[Unread] = field(default_factory=list)
     versions: list[tuple[str, str, Place]] = field(default_factory=list)
     services: list[tuple[str, Place]] = field(default_factory=list)
+    # files that something named: a note that they hold nothing by themselves is not worth reading
+    used: set[str] = field(default_factory=set)
 
     def note(self, place: Place, what: str, why: str) -> None:
         entry = Unread(place, " ".join(what.split())[:160], why)

@@ -6,6 +6,7 @@ escaped for the format it goes into.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import textwrap
@@ -28,7 +29,7 @@ def render(report: Report, form: str) -> str:
     """The report in one of `FORMATS`, ending in a line feed."""
     if form == "json":
         return json.dumps(report.as_dict(), indent=2, ensure_ascii=False) + "\n"
-    template = _environment(form == "html").get_template(f"report.{form}.j2")
+    template = _environment(html=form == "html").get_template(f"report.{form}.j2")
     text = template.render(report=report, counts=_counts(report), words=SEVERITY_WORDS)
     return text.rstrip() + "\n"
 
@@ -37,7 +38,8 @@ def _counts(report: Report) -> dict[str, int]:
     return {word: sum(finding.severity == word for finding in report.findings) for word in SEVERITY_WORDS}
 
 
-def _environment(html: bool) -> jinja2.Environment:
+@functools.cache
+def _environment(*, html: bool) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("mooncake_v0.migrate", "templates"),
         autoescape=html,

@@ -136,10 +136,7 @@ def _report(
         rollout=tuple(steps(deployment, instances, proxy, target)) if instances else (),
         questions=asked,
         read=tuple(_read(deployment)),
-        unread=tuple(
-            {"place": str(entry.place), "what": secrets.mask_source(entry.what), "why": entry.why}
-            for entry in found.unread
-        ),
+        unread=tuple(_unread(found, secrets)),
     )
 
 
@@ -222,6 +219,12 @@ def _v0_command(original: Instance) -> str:
     for flag in original.arguments.flags:
         words += [flag.name, *map(quote, flag.values)]
     return " ".join(words)
+
+
+def _unread(found: Found, secrets: Secrets) -> list[dict[str, str]]:
+    """Notes, but for those about files that turned out to be named by another one."""
+    rows = [entry for entry in found.unread if not (entry.what == entry.place.file and entry.what in found.used)]
+    return [{"place": str(row.place), "what": secrets.mask_source(row.what), "why": row.why} for row in rows]
 
 
 def _read(deployment: Deployment) -> list[dict[str, str]]:

@@ -6,14 +6,19 @@ Names are made canonical (dashes, full length); values are kept as they are, but
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Sequence
 
+import yaml
+
+from mooncake_v0.migrate.document import load_all
 from mooncake_v0.migrate.facts import by_name
 from mooncake_v0.migrate.secrets import masked_value
 
 KV_FLAG = "--kv-transfer-config"
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 # flags that may be given several times and add up
 REPEATED = frozenset(["--middleware", "--ignore-patterns"])
 
@@ -84,6 +89,22 @@ def parse_server(argv: Sequence[str]) -> ServerArguments:
     named = [flag for flag in flags if flag.name == "--model"]
     model = model or (" ".join(named[-1].values) if named else "")
     return ServerArguments(entrypoint, model, _merged(flags), tuple(odd))
+
+
+def config_words(text: str) -> list[str]:
+    """The flags of a YAML file that `vllm serve --config` names, in the order of the file; [] if it is no mapping."""
+    try:
+        documents, _ = load_all(text)
+    except yaml.YAMLError:
+        return []
+    values = documents[0] if documents else None
+    words: list[str] = []
+    for key, value in values.items() if isinstance(values, dict) else ():
+        if value is False or value is None:
+            continue
+        items = value if isinstance(value, list) else [] if value is True else [value]
+        words += [f"--{key}", *(json.dumps(item) if isinstance(item, (dict, list)) else str(item) for item in items)]
+    return words
 
 
 def _is_flag(word: str) -> bool:

@@ -12,7 +12,6 @@ import functools
 import posixpath
 import re
 from dataclasses import dataclass, field, replace
-from typing import Callable, Optional
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
@@ -24,9 +23,6 @@ from mooncake_v0.migrate.shell_words import Words
 MAX_DEPTH = 12
 MAX_LOOP = 16
 MAX_COMMANDS = 2000
-
-# where a sourced file is found: path as written -> its text, or None
-Lookup = Callable[[str], Optional[TextFile]]
 
 
 @functools.lru_cache(maxsize=1)
@@ -60,16 +56,13 @@ class ShellState:
 class ShellReader:
     """Reads one piece of shell text; see the module docstring."""
 
-    def __init__(
-        self, text: str, place: Place, found: Found, *, lookup: Lookup, scene: Scene, state: ShellState | None = None
-    ):
+    def __init__(self, text: str, place: Place, found: Found, *, scene: Scene, state: ShellState | None = None):
         self.source = text.encode()
         self.place = place
         self.found = found
-        self.lookup = lookup
         self.scene = scene
         self.state = state or _seeded(scene)
-        self.words = Words(self.source, self.state.variables)
+        self.words = Words(self.source, self.state.variables, scene.lookup)
         self.depth = 0
         self._attachable = False
 
@@ -243,8 +236,9 @@ class ShellReader:
         for i, argument in enumerate(arguments[:9], 1):
             self.state.variables[str(i)] = [argument]
         self.state.variables["@"] = list(arguments)
-        inner = ShellReader("", place, self.found, lookup=self.lookup, scene=self.scene, state=self.state)
-        inner.source, inner.words, inner.depth = source, Words(source, self.state.variables), self.depth + 1
+        inner = ShellReader("", place, self.found, scene=self.scene, state=self.state)
+        inner.source, inner.depth = source, self.depth + 1
+        inner.words = Words(source, self.state.variables, self.scene.lookup)
         inner.walk(body)
         for key, value in saved.items():
             if value is None:
@@ -254,7 +248,7 @@ class ShellReader:
         self.state.variables.pop("@", None)
 
     def _source(self, path: str, node: Node) -> None:
-        file = self.lookup(path)
+        file = self.scene.lookup(path)
         if file is None:
             self.found.note(
                 self.at(node), path, "the sourced file is not among the given paths; its variables are not known"
@@ -269,7 +263,7 @@ class ShellReader:
             return
         # a container's shell knows the container's variables, not those of the script that starts it
         state = self.state if scene.environment == self.scene.environment else _seeded(scene)
-        inner = ShellReader(text, place, self.found, lookup=self.lookup, scene=scene, state=state)
+        inner = ShellReader(text, place, self.found, scene=scene, state=state)
         inner.depth = self.depth + 1
         inner.read()
 

@@ -13,6 +13,8 @@ from typing import Callable, Mapping
 
 from tree_sitter import Node
 
+from mooncake_v0.migrate.records import Lookup, no_lookup
+
 _ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "0": "\0", "a": "\a", "b": "\b", "e": "\x1b"}
 _EXPANSIONS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion", "process_substitution")
 
@@ -48,9 +50,10 @@ def _integer(node: ast.expr) -> int:
 class Words:
     """The words of one source text, over a shell's variables."""
 
-    def __init__(self, source: bytes, variables: Mapping[str, list[str]]):
+    def __init__(self, source: bytes, variables: Mapping[str, list[str]], lookup: Lookup = no_lookup):
         self.source = source
         self.variables = variables
+        self.lookup = lookup
 
     def text(self, node: Node) -> str:
         return self.source[node.start_byte : node.end_byte].decode(errors="replace")
@@ -125,6 +128,8 @@ class Words:
     def expansion(self, node: Node) -> list[str]:
         """Values of `$NAME` and `${NAME...}`; anything that must be run stays as written."""
         text = self.text(node)
+        if node.type == "command_substitution":
+            return [self._content(text)]
         if node.type == "arithmetic_expansion":
             return [self._arithmetic(text)]
         match = re.fullmatch(r"\$\{?([A-Za-z_][A-Za-z0-9_]*|[0-9@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?\}?", text, re.DOTALL)
@@ -140,6 +145,12 @@ class Words:
         if known:
             return list(self.variables[name])
         return [f"${{{name}}}"]
+
+    def _content(self, text: str) -> str:
+        """`$(cat FILE)` and `$(< FILE)` of a file that was given; any other command stays as written."""
+        match = re.fullmatch(r"\$\(\s*(?:cat|<)\s*([\w./-]+)\s*\)", text)
+        file = self.lookup(match[1]) if match else None
+        return text if file is None else file.text.rstrip("\n")
 
     def _arithmetic(self, text: str) -> str:
         """Sums and products of integers and known variables; anything else stays as written."""

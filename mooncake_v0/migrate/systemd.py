@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Callable, Mapping, Optional
+from typing import Mapping
 
 from mooncake_v0.migrate.commands import Nested, Scene, read_command
 from mooncake_v0.migrate.docker import split_words
 from mooncake_v0.migrate.env_files import parse_env_file
-from mooncake_v0.migrate.records import Found, Place, Shape, TextFile
+from mooncake_v0.migrate.records import Found, Lookup, Place, Shape
 
-Lookup = Callable[[str], Optional[TextFile]]
 Entry = tuple[str, str, str, int]
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import mooncake_v0.migrate
 from mooncake_v0.migrate.compose import interpolate
 from mooncake_v0.migrate.deployment import split_address
 from mooncake_v0.migrate.docker import parse_docker_run
@@ -11,7 +15,7 @@ from mooncake_v0.migrate.env_files import looks_like_env_file, parse_env_file
 from mooncake_v0.migrate.json_values import parse_mooncake_json, parse_object
 from mooncake_v0.migrate.records import Place
 from mooncake_v0.migrate.report import Migration, build
-from mooncake_v0.migrate.server_arguments import parse_server
+from mooncake_v0.migrate.server_arguments import config_words, parse_server
 from mooncake_v0.migrate.systemd import parse_unit
 
 
@@ -122,8 +126,6 @@ def test_a_service_named_vllm_blocks_unless_links_are_off() -> None:
 
 
 def test_a_file_that_is_too_large_or_binary_is_listed(tmp_path: object) -> None:
-    from pathlib import Path
-
     folder = Path(str(tmp_path))
     (folder / "a.bin").write_bytes(b"\0vllm")
     (folder / "b.log").write_bytes(b"x" * 1_000_001)
@@ -139,10 +141,35 @@ def test_yaml_aliases_cannot_blow_up() -> None:
 
 
 def test_offline_python_is_listed_with_its_line(tmp_path: object) -> None:
-    from pathlib import Path
-
     path = Path(str(tmp_path)) / "run.py"
     path.write_text("from vllm import LLM\nLLM('m', kv_transfer_config=3)\n")
     [row] = build([str(path)], "0.33.0", {}).report.unread
     assert row["place"].endswith("run.py:2")
     assert Place("x").file == "x"
+
+
+@pytest.mark.parametrize("text", ["", "- a", "a: [", "3", "x: 2024-99-99"])
+def test_a_config_file_that_is_no_mapping_gives_no_flags(text: str) -> None:
+    assert config_words(text) == []
+
+
+def test_flags_of_a_config_file() -> None:
+    text = "port: 1\nenforce-eager: true\nenable-lora: false\nlora-modules: [a=b, c=d]\nhf-overrides: {x: 1}\n"
+    expected = ["--port", "1", "--enforce-eager", "--lora-modules", "a=b", "c=d", "--hf-overrides", '{"x": 1}']
+    assert config_words(text) == expected
+
+
+SOURCES = sorted(Path(mooncake_v0.migrate.__file__).parent.glob("*.py"))
+RUNNING = {"system", "popen", "Popen", "run", "call", "check_output", "check_call", "exec", "eval", "execv", "spawn"}
+RUNNING |= {"expandvars", "import_module", "__import__"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=[path.name for path in SOURCES])
+def test_the_package_has_no_way_to_execute_or_expand_what_it_reads(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported & {"subprocess", "os", "pty", "ctypes", "runpy", "code"} == set()
+    called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    names = {func.id if isinstance(func, ast.Name) else getattr(func, "attr", "") for func in called}
+    assert names & RUNNING == set()

@@ -9,7 +9,7 @@ from mooncake_v0.migrate.records import Found, Place, TextFile
 from mooncake_v0.migrate.shell import ShellReader
 from mooncake_v0.migrate.shell_words import integer
 
-FILES = {"common.env": "MODEL=Qwen/Q\nPORT=8100\n"}
+FILES = {"common.env": "MODEL=Qwen/Q\nPORT=8100\n", "kv.json": '{"a": 1}\n'}
 
 
 def read(text: str) -> Found:
@@ -18,7 +18,7 @@ def read(text: str) -> Found:
         return TextFile(path, FILES[name], Place(path)) if name in FILES else None
 
     found = Found()
-    ShellReader(text, Place("x.sh", 1), found, lookup=lookup, scene=Scene()).read()
+    ShellReader(text, Place("x.sh", 1), found, scene=Scene(lookup=lookup)).read()
     return found
 
 
@@ -43,6 +43,7 @@ def argv(text: str) -> list[str]:
         ("P=8100; vllm serve $((P + 100)) $((2*3-1))", ["vllm", "serve", "8200", "5"]),
         ("vllm serve $UNKNOWN \"$(hostname -I)\" `id`", ["vllm", "serve", "${UNKNOWN}", "$(hostname -I)", "`id`"]),
         ("source ./common.env; vllm serve $MODEL --port $PORT", ["vllm", "serve", "Qwen/Q", "--port", "8100"]),
+        ("vllm serve \"$(cat ./kv.json)\" $(< kv.json)x", ["vllm", "serve", '{"a": 1}', '{"a": 1}x']),
         ("nohup env -u X numactl -N 0 vllm serve m > log 2>&1 &", ["vllm", "serve", "m"]),
         ("timeout 5 bash -c 'exec vllm serve m'", ["vllm", "serve", "m"]),
         ("f() { vllm serve $1 --port $2; }; f m 3", ["vllm", "serve", "m", "--port", "3"]),
@@ -82,6 +83,11 @@ def test_environment_of_a_command(text: str, environment: dict[str, str]) -> Non
 def test_host_of_a_command(text: str, host: str) -> None:
     [invocation] = read(text).invocations
     assert (invocation.host, invocation.argv) == (host, ("vllm", "serve", "m"))
+
+
+def test_env_file_of_docker_run_is_read() -> None:
+    found = read("docker run --env-file common.env -e PORT=1 vllm/vllm-openai:v0.6.4.post1 --model m")
+    assert dict(found.invocations[0].env) == {"MODEL": "Qwen/Q", "PORT": "1"}
 
 
 def test_a_loop_over_a_list_starts_one_instance_each() -> None:
