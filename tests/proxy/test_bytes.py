@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
 from typing import Any
@@ -96,6 +97,17 @@ async def test_status_content_type_and_headers_of_decode_are_kept(start_proxy: S
     assert headers["content-type"] == "application/json; charset=x"
     assert headers["content-length"] == "8"
     assert headers["x-extra"].encode("utf-8", "surrogateescape") in ("é".encode("latin-1"), "é".encode())
+
+
+async def test_compressed_answer_stays_compressed(start_proxy: StartProxy) -> None:
+    packed = gzip.compress(b'{"a":1}')
+    running = await start_proxy(decode=answer(200, packed, extra="content-encoding: gzip\r\n"))
+
+    _, headers, body = await running.post({"model": "tiny", "prompt": "x"}, headers={"accept-encoding": "gzip"})
+
+    assert body == packed
+    assert headers["content-encoding"] == "gzip"
+    assert running.decode.posts()[0].headers["accept-encoding"] == "gzip"
 
 
 async def test_client_headers_reach_both_legs_without_those_of_the_connection(start_proxy: StartProxy) -> None:

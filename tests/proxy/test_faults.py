@@ -107,10 +107,11 @@ async def _never(target: str, writer: asyncio.StreamWriter) -> None:
 
 
 async def test_instance_that_starts_late_is_used_as_soon_as_it_is_up(start_proxy: StartProxy) -> None:
-    running = await start_proxy(wait=False)
+    running = await start_proxy()
     await running.decode.stop()
     await running.prefill.stop()
-    await eventually(lambda: not running.proxy.ready)
+    pair = running.proxy.balancer.pairs["pair-0"]
+    await eventually(lambda: [one.state for one in pair.instances] == ["down", "down"])
     async with running.client.get(running.url + "/health") as response:
         assert response.status == 503
 
