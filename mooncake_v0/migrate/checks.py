@@ -113,7 +113,8 @@ def _instance_tags(item: Instance) -> set[str]:
     )
     tags |= {f"protocol:{item.config.protocol}"} if item.config else set()
     tags |= {tag for tag, holds_for in _FEATURES.items() if holds_for(item)}
-    if arguments.value("--device") in ("neuron", "openvino", "hpu", "tpu", "xpu"):
+    accelerators = {"HABANA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "NEURON_RT_VISIBLE_CORES"}
+    if arguments.value("--device") in ("neuron", "openvino", "hpu", "tpu", "xpu") or accelerators & set(dict(item.env)):
         tags.add("device:plugin")
     return tags
 
@@ -132,6 +133,10 @@ _FEATURES: dict[str, Callable[[Instance], bool]] = {
     ),
     "feature:medusa": lambda item: any(
         word in _speculative_draft(item) for word in ("medusa", "accelerator", "mlp-spec")
+    ),
+    "feature:store": lambda item: item.connector == "MooncakeStoreConnector",
+    "feature:other_connector": lambda item: (
+        item.role != "plain" and item.connector not in ("MooncakeConnector", "MooncakeStoreConnector")
     ),
     "feature:kv_both": lambda item: item.role == "both",
     "feature:guided": lambda item: item.arguments.has("--guided-decoding-backend"),

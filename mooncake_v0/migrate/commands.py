@@ -309,6 +309,8 @@ def container_command(
     server = re.match(r"(etcd|redis)(?![a-z])", scene.image.rpartition("/")[2])
     if server and not entrypoint and (not words or words[0].startswith("-")):
         words = [{"redis": "redis-server"}.get(server[1], server[1]), *words]
+    if not entrypoint and words[:1] == ["serve"] and is_vllm_image(scene.image):
+        words = ["vllm", *words]
     if entrypoint and basename(entrypoint[-1]) in SHELLS and arguments and not arguments[0].startswith("-"):
         words = [*entrypoint, "-c", *arguments]
     if words:

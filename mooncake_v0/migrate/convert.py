@@ -19,6 +19,7 @@ from mooncake_v0.migrate.server_arguments import KV_FLAG, Flag
 
 _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]+")
 _PLACEHOLDER = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
+CONNECTOR, STORE = "MooncakeConnector", "MooncakeStoreConnector"
 ROLE_NAMES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 
@@ -130,7 +131,14 @@ def _written(flag: Flag) -> str:
 def _kv_config(instance: Instance, conversion: Conversion) -> dict[str, Any]:
     """The new object: rejected keys go, protocol and device come from mooncake.json, defaults that flipped are written."""
     old = dict(instance.kv or {})
-    new: dict[str, Any] = {"kv_connector": "MooncakeConnector", "kv_role": ROLE_NAMES[instance.role]}
+    store = instance.connector == STORE
+    new: dict[str, Any] = {"kv_connector": STORE if store else CONNECTOR, "kv_role": ROLE_NAMES[instance.role]}
+    if instance.connector not in (CONNECTOR, STORE):
+        row = find("kv_connector", "kv_config")[0]
+        why = f"{instance.connector or 'no connector'} is not Mooncake; check that Mooncake is what you want"
+        conversion.changes.append(
+            (row.name, f"kv_connector: {instance.connector}", f"kv_connector: {CONNECTOR}", "change", why, row.source)
+        )
     for key, value in old.items():
         if key in ("kv_connector", "kv_role", "kv_connector_extra_config"):
             continue
@@ -153,7 +161,11 @@ def _kv_config(instance: Instance, conversion: Conversion) -> dict[str, Any]:
     if has("load_failure_policy_fail", conversion.target) and "kv_load_failure_policy" not in old:
         new["kv_load_failure_policy"] = "recompute"
         conversion.change(find("kv_load_failure_policy", "kv_config")[0], "", "kv_load_failure_policy: recompute")
-    extra = _extra_config(instance, conversion)
+    extra = (
+        dict((instance.kv or {}).get("kv_connector_extra_config") or {})
+        if store
+        else _extra_config(instance, conversion)
+    )
     if extra:
         new["kv_connector_extra_config"] = extra
     return new
@@ -185,6 +197,8 @@ def _variables(instance: Instance, conversion: Conversion, bootstrap_port: int |
         row = by_name("envs").get(name)
         if row is not None and applies(row, conversion.target) and row.action in CONVERTERS:
             CONVERTERS[row.action](Flag(name, (value,)), row, conversion)
+        elif name == "MOONCAKE_CONFIG_PATH" and instance.connector == STORE:
+            carried[name] = value
         elif row is not None and applies(row, conversion.target) and row.action == "drop":
             conversion.change(row, f"{name}={value}", "")
         elif name not in ("VLLM_HOST_IP", "VLLM_MOONCAKE_BOOTSTRAP_PORT"):

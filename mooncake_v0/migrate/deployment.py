@@ -78,6 +78,10 @@ class Instance:
     invocation: Invocation
 
     @property
+    def connector(self) -> str:
+        return str((self.kv or {}).get("kv_connector") or "")
+
+    @property
     def launched_by_us(self) -> bool:
         return self.invocation.launched_by_us
 

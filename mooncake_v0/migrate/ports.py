@@ -11,7 +11,7 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Sequence
 
-from mooncake_v0.migrate.convert import V1Instance
+from mooncake_v0.migrate.convert import STORE, V1Instance
 from mooncake_v0.migrate.deployment import Deployment, Instance
 from mooncake_v0.migrate.facts import has
 
@@ -45,7 +45,8 @@ def bootstrap_ports(deployment: Deployment, target: str) -> dict[str, int]:
     ports: dict[str, int] = {}
     for pair in deployment.pairs:
         first = pair.prefill
-        if first is None:
+        # the store's instances meet in the store, not through a bootstrap server
+        if first is None or first.connector == STORE:
             continue
         width = 1 if has("bootstrap_server", target) else ranks(first)
         used = taken.setdefault(first.host, set())

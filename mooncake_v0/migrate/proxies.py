@@ -15,7 +15,10 @@ _DECODE = ("--decode", "--decode-url", "--decoder-host", "--decoder-hosts")
 
 @dataclass(frozen=True)
 class Proxy:
-    """kind: documented, toy, v1, mooncake-v0 or unknown; addresses as written; port "" if nothing says it."""
+    """kind: documented, vllm-v0 (its examples and benchmarks), toy, v1, mooncake-v0 or unknown.
+
+    upstreams: addresses as written; port is "" if nothing says it
+    """
 
     kind: str
     upstreams: tuple[str, ...]
@@ -45,7 +48,7 @@ def find_proxies(found: Found) -> list[Proxy]:
         elif "toy_proxy" in path or any(word.startswith("--prefiller-") for word in invocation.argv):
             proxies.append(_from_arguments("toy", invocation, None))
         elif "proxy" in path or "mooncake" in path:
-            kind = "v1" if "mooncake_connector_proxy" in path else "unknown"
+            kind = "v1" if "mooncake_connector_proxy" in path else "vllm-v0" if "disagg" in path else "unknown"
             proxies.append(_from_arguments(kind, invocation, None))
     for path, script in scripts.items():
         if path not in started:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
-from mooncake_v0.migrate.convert import V1Instance, quote
+from mooncake_v0.migrate.convert import STORE, V1Instance, quote
 from mooncake_v0.migrate.deployment import Deployment
 from mooncake_v0.migrate.facts import has
 
@@ -14,6 +14,7 @@ OLD_EXAMPLE_PATH = "examples/online_serving/disaggregated_serving/mooncake_conne
 TOY_PATH = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 WHY = {
     "documented": "it sends no kv_transfer_params: every request still answers, but decode computes the whole prompt again",
+    "vllm-v0": "it sends no kv_transfer_params: every request still answers, but decode computes the whole prompt again",
     "toy": "it sends no transfer_id: requests still answer, but no KV moves; the only sign is Missing transfer_id on prefill",
     "unknown": "it is not known here; without kv_transfer_params and transfer_id decode computes every prompt again",
     "mooncake-v0": "it speaks to V0 instances only: the V0 protocol needs no kv_transfer_params, the V1 protocol does",
@@ -38,7 +39,7 @@ class ProxyPlan:
 def plan_proxy(deployment: Deployment, instances: Sequence[V1Instance], target: str) -> ProxyPlan | None:
     """The command for all pairs; None if no instance transfers KV."""
     prefills = [item for item in instances if item.bootstrap_port is not None]
-    decodes = [item for item in instances if item.role == "decode"]
+    decodes = [item for item in instances if item.role == "decode" and item.original.connector != STORE]
     if not prefills and not decodes:
         return None
     today = tuple(f"{proxy.kind} proxy: {WHY[proxy.kind]}" for proxy in deployment.proxies)

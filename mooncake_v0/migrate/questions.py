@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Mapping, Sequence
 
-from mooncake_v0.migrate.convert import V1Instance
+from mooncake_v0.migrate.convert import STORE, V1Instance
 from mooncake_v0.migrate.deployment import Deployment, Instance
 
 _ADDRESS = re.compile(r"[\d.]+|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
@@ -42,7 +42,8 @@ def _pairs(deployment: Deployment, instances: Sequence[V1Instance]) -> list[str]
             partner = pair.decode if other == "decode" else pair.prefill
             if side is not None and partner is None:
                 asked.append(f"where is the {other} instance of {side.name}? it was not among the given files")
-        if pair.config is None and not any(_says_protocol(item) for item in pair.instances()):
+        store = any(item.connector == STORE for item in pair.instances())
+        if pair.config is None and not store and not any(_says_protocol(item) for item in pair.instances()):
             names = " and ".join(item.name for item in pair.instances())
             asked.append(
                 f"what does the mooncake.json of {names} say? protocol rdma is assumed; V0's own default is tcp"

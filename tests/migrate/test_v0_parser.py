@@ -14,7 +14,7 @@ pytestmark = pytest.mark.pin
 
 # V0 refuses these: flags of later versions, JSON that lost its quotes, the V1 keys of a V1 deployment
 REFUSED = re.compile(
-    r"data-parallel/|mangled-quoting/|typographic-quotes/|heredocs/decode|ssh-and-tmux/prefill|already-v1/|hostile/"
+    r"data-parallel/|mangled-quoting/|typographic-quotes/|heredocs/decode|ssh-and-tmux/prefill|already-v1/|hostile/|other-connector/|store-connector/"
 )
 # V0 parses these, our connector refuses the combination later or the flag never reached it
 ALL = instances(NEWEST)
