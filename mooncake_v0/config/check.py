@@ -6,6 +6,7 @@ does I/O except `read_bytes`, and nothing raises for what a file holds.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Iterator
@@ -19,6 +20,7 @@ from mooncake_v0.config.source import Document, Path, Problem
 from mooncake_v0.errors import ERROR, CouldNotCheckError, Diagnostic
 
 MAX_FILE_BYTES = 1 << 20
+MAX_FINDINGS = 20
 # problems of the text that leave no value to check at their place
 VALUE_PROBLEMS = ("json-nan", "json-literal")
 
@@ -68,9 +70,9 @@ def check_bytes(data: bytes, options: CheckOptions = CheckOptions()) -> Checked:
     """Check the bytes of a mooncake.json. Never raises."""
     document = to_document(data)
     subject = make_subject(document, options, shape_errors(document.value) if document.complete else ())
-    found = tuple(sorted(_run(subject), key=_position))
+    found = sorted(_run(subject), key=_position)
     has_error = any(item.diagnostic.severity == ERROR for item in found)
-    return Checked(document, found, None if has_error else to_config(subject))
+    return Checked(document, _limited(found), None if has_error else to_config(subject))
 
 
 def to_document(data: bytes) -> Document:
@@ -111,6 +113,23 @@ def _run(subject: Subject) -> Iterator[Found]:
             yield Found(rule, finding, to_diagnostic(rule, finding, subject.document))
             if rule.last:
                 return
+
+
+def _limited(found: list[Found]) -> tuple[Found, ...]:
+    """At most MAX_FINDINGS of one rule; the last of them says how many more there are."""
+    numbers = Counter(item.rule.name for item in found)
+    seen: Counter[str] = Counter()
+    kept = []
+    for item in found:
+        name = item.rule.name
+        seen[name] += 1
+        more = numbers[name] - MAX_FINDINGS
+        if seen[name] == MAX_FINDINGS and more > 0:
+            what = f"{item.diagnostic.what}, and {more} more findings of this kind"
+            item = replace(item, diagnostic=replace(item.diagnostic, what=what))
+        if seen[name] <= MAX_FINDINGS:
+            kept.append(item)
+    return tuple(kept)
 
 
 def to_diagnostic(rule: Rule, finding: Finding, document: Document) -> Diagnostic:

@@ -59,6 +59,7 @@ class _StopParsing(Exception):
 class _Parser:
     def __init__(self, text: str) -> None:
         self.text = text
+        self.places = Document(text)
         self.at = 0
         self.path: Path = ()
         self.problems: list[Problem] = []
@@ -133,7 +134,7 @@ class _Parser:
             key = self.key()
             self.path = (*parent, key)
             if key in members:
-                line, _ = Document(self.text).line_column(self.spans[self.path].key)
+                line, _ = self.places.line_column(self.spans[self.path].key)
                 fix = "keep one of them; JSON readers silently take the last"
                 self.report("duplicate-key", f"key {shorten(key)!r} was already given in line {line}", fix, key_at)
             if self.peek() != ":":
@@ -173,7 +174,7 @@ class _Parser:
                 )
             self.report("json-missing-comma", "no comma between two entries", "put a comma after the entry before this")
         if not following:
-            line, column = Document(self.text).line_column(start)
+            line, column = self.places.line_column(start)
             opened = self.text[start]
             what = f"the file ends before the {opened!r} of line {line}, column {column} is closed"
             raise self.stop(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Tuple, Union
 
 Path = Tuple[Union[str, int], ...]
@@ -47,8 +49,12 @@ class Document:
 
     def line_column(self, offset: int) -> tuple[int, int]:
         """1-based line and column (in characters) of an offset."""
-        before = self.text[:offset]
-        return before.count("\n") + 1, offset - (before.rfind("\n") + 1) + 1
+        line = bisect_right(self._line_starts, offset)
+        return line, offset - self._line_starts[line - 1] + 1
+
+    @cached_property
+    def _line_starts(self) -> list[int]:
+        return [0, *(match.end() for match in re.finditer("\n", self.text))]
 
     def place(self, path: Path) -> tuple[int, int] | None:
         """Line and column of a value, or of its nearest parent that is in the text."""

@@ -102,11 +102,8 @@ def device_name_empty_item(subject: Subject) -> Iterator[Finding]:
     devices = [part.strip() for part in parts(subject)]
     if devices and "" in devices:
         plain = ",".join(part for part in devices if part)
-        yield Finding(
-            DEVICES,
-            f"an empty place in device_name {shorten(subject.text('device_name') or '')!r}",
-            f"write {quote(shorten(plain))}",
-        )
+        fix = f"write {quote(shorten(plain))}" if plain else "write the devices that `ls /sys/class/infiniband` lists"
+        yield Finding(DEVICES, f"an empty place in device_name {shorten(subject.text('device_name') or '')!r}", fix)
 
 
 @rule(ERROR, syntax=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mooncake_v0.config.addresses import parse_metadata
+from mooncake_v0.config.check import MAX_FINDINGS, check_bytes
 from mooncake_v0.config.load import load_config
 from mooncake_v0.config.model import Endpoint, MooncakeConfig
 from mooncake_v0.errors import ConfigError, CouldNotCheckError
@@ -77,6 +78,15 @@ def test_invalid_file_raises_with_all_findings(tmp_path: Path) -> None:
     assert {item.rule for item in caught.value.diagnostics} == {"protocol-unknown", "endpoint-port-missing"}
     assert f"{path}:1: $.decode_url: decode_url has no port" in caught.value.what
     assert "mooncake-v0 validate" in caught.value.fix
+
+
+def test_findings_of_one_kind_are_limited_and_counted() -> None:
+    text = "{" + '"prefill_url": "10.0.0.1:13003",' * 10_001 + '"a": 1}'
+
+    found = [item for item in check_bytes(text.encode()).diagnostics if item.rule == "duplicate-key"]
+
+    assert len(found) == MAX_FINDINGS
+    assert found[-1].what.endswith(f", and {10_000 - MAX_FINDINGS} more findings of this kind")
 
 
 def test_missing_file_raises_that_it_could_not_be_checked(tmp_path: Path) -> None:
