@@ -228,12 +228,17 @@ def _sweep(options: TransferOptions, transport: str, metadata_url: str) -> Itera
         for role in _SIDES:
             command = [sys.executable, "-m", "mooncake_v0.bench.worker"]
             log = options.folder / f"{transport}-{role}.log"
-            sides[role] = Child(f"{role} side", command, log, {})
+            sides[role] = Child(f"{role} side", command, log, {"OMP_NUM_THREADS": _threads()})
             stack.callback(sides[role].stop)
         sweep = Sweep(options, transport, sides)
         stack.callback(sweep.close)
         sweep.open(metadata_url)
         yield sweep
+
+
+def _threads() -> str:
+    """Of torch in each side: the two share the host, and threads of one that wait for a core of the other stall it."""
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 def _run(options: TransferOptions, upstream_version: str) -> dict[str, object]:
@@ -243,6 +248,7 @@ def _run(options: TransferOptions, upstream_version: str) -> dict[str, object]:
         "token_bytes": options.shape.token_bytes,
         "device": options.device,
         "rounds": options.rounds,
+        "torch_threads": int(_threads()),
         "cpus": len(os.sched_getaffinity(0)),
         "upstream": f"vllm {upstream_version}" if upstream_version else None,
         "network": "loopback tcp",
