@@ -126,15 +126,17 @@ class Gateway:
         if reply.watch_prefix is not None:
             return await self._stream(request, reply.watch_prefix)
         self._metrics.count(request.method, reply.status, time.perf_counter() - started)
-        response = web.Response(body=reply.body, status=reply.status, headers=reply.headers or None)
-        response.headers["Content-Type"] = reply.content_type
-        return response
+        headers = {**reply.headers, "Content-Type": reply.content_type}
+        return web.Response(body=reply.body, status=reply.status, headers=headers)
 
     async def _read_and_answer(self, request: web.BaseRequest) -> Reply:
         body = b""
         if request.body_exists:
             try:
-                body = await asyncio.wait_for(self._read_body(request), READ_BODY_TIMEOUT_S)
+                reading = self._read_body(request)
+                # what has arrived whole, as nearly always, needs no timer
+                is_whole = request.content.is_eof()
+                body = await (reading if is_whole else asyncio.wait_for(reading, READ_BODY_TIMEOUT_S))
             except ValueError:
                 return refusal(
                     413, f"the value is over {MAX_VALUE_BYTES} bytes", "register fewer regions, or larger ones"

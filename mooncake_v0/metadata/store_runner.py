@@ -32,6 +32,7 @@ FAILURES_TO_DOWN = 2
 PROBE_INTERVAL_S = 0.5
 PROBE_KEY = "mooncake-v0/probe/up"
 MAX_CACHED_KEYS = 20_000
+MAX_CACHED_BYTES = 64 * 1024 * 1024
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ class StoreRunner:
         self._in_a_row = 0
         self._last_error: StoreUnavailableError | None = None
         self._probe: asyncio.Task[None] | None = None
+        self._cached_bytes = 0
         self._cache: OrderedDict[str, tuple[bytes, float]] | None = OrderedDict() if stale_reads else None
 
     async def get(self, key: str) -> Found:
@@ -147,10 +149,12 @@ class StoreRunner:
     def _remember(self, key: str, value: bytes | None) -> None:
         if self._cache is None:
             return
+        known = self._cache.pop(key, None)
+        self._cached_bytes -= 0 if known is None else len(known[0])
         if value is None:
-            self._cache.pop(key, None)
             return
         self._cache[key] = (value, time.monotonic())
-        self._cache.move_to_end(key)
-        if len(self._cache) > MAX_CACHED_KEYS:
-            self._cache.popitem(last=False)
+        self._cached_bytes += len(value)
+        while self._cached_bytes > MAX_CACHED_BYTES or len(self._cache) > MAX_CACHED_KEYS:
+            _, (oldest, _) = self._cache.popitem(last=False)
+            self._cached_bytes -= len(oldest)

@@ -221,8 +221,10 @@ def test_a_wrong_call_gets_one_clear_error(arguments: list[str], code: int, part
     assert (found, out, part in err, "Traceback" in err) == (code, "", True, False)
 
 
-@pytest.mark.parametrize("words", ALL_READING, ids=lambda words: words[0])
-@pytest.mark.parametrize("url", [f"redis://u:{SECRET}@127.0.0.1:1", f"etcd://u:{SECRET}@127.0.0.1:1"])
+AWAY = [(words, f"redis://u:{SECRET}@127.0.0.1:1") for words in ALL_READING]
+
+
+@pytest.mark.parametrize(("words", "url"), [*AWAY, (["ls"], f"etcd://u:{SECRET}@127.0.0.1:1")])
 def test_a_store_that_is_away_is_exit_code_2_without_its_password(words: list[str], url: str) -> None:
     code, out, err = run(words[0], url, *words[1:])
 
@@ -268,6 +270,21 @@ def test_serve_says_its_url_keeps_its_secrets_and_stops_on_sigterm(
     assert code == 0
     said = "".join([*refused[1:], *wrong[1:], *written[1:], log.read_text(), url])
     assert SECRET not in said
+
+
+def test_serve_off_loopback_without_a_login_says_who_can_write() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "serve", "--host", "0.0.0.0", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.terminate()
+    _, err = process.communicate(timeout=10)
+
+    assert (process.returncode, "whoever reaches 0.0.0.0 can read and write" in err) == (0, True)
 
 
 def test_serve_on_a_busy_port_says_so_and_ends() -> None:

@@ -11,15 +11,14 @@ import pytest
 
 from mooncake_v0.metadata.gateway import GatewayThread, start_gateway_thread
 from mooncake_v0.metadata.liveness import ALIVE, STALE, Judge, judge_segments
-from mooncake_v0.metadata.ownership import engine_entries, live_holder, restore_missing, withdraw
 from mooncake_v0.metadata.prune import find_candidates, read_segments, remove
-from mooncake_v0.metadata.store import MetadataStore, open_store
+from mooncake_v0.metadata.store import Entry, MetadataStore, open_store
 from tests import servers
 from tests.engine_child import Engine, free_name
 
 pytestmark = pytest.mark.pin
 
-STORES = ("memory", "sqlite", "redis-acl-tls", "etcd-auth-tls")
+STORES = ("memory", "sqlite", "redis-acl-tls", "etcd-auth-tls", "etcd-three-members")
 LOCAL = Judge(is_local=True)
 
 
@@ -40,6 +39,7 @@ def gateway(
         "redis-acl-tls": lambda: kept(stack, servers.start_redis_acl_tls(folder, servers.make_certificates(folder))),
         "etcd-auth-tls": lambda: kept(stack, servers.start_etcd_auth_tls(folder, servers.make_certificates(folder))),
     }
+    start["etcd-three-members"] = lambda: [kept(stack, m) for m in servers.start_etcd_cluster(folder, 3)][0]
     handle = start_gateway_thread(start[request.param]())
     stack.callback(handle.close)
     return handle
@@ -68,6 +68,11 @@ def engines() -> Iterator[Callable[[], Engine]]:
     yield start
     for engine in started:
         engine.kill()
+
+
+def engine_entries(store: MetadataStore, name: str) -> list[Entry]:
+    """What is published under a name."""
+    return [entry for kind in ("ram", "rpc_meta") for entry in store.list(f"mooncake/{kind}/{name}")]
 
 
 def test_an_engine_publishes_its_two_keys_and_removes_them_when_it_ends(
@@ -145,40 +150,6 @@ def test_prune_removes_exactly_three_killed_engines_while_a_living_pair_reads(
     assert judge_segments(read_segments(store), LOCAL)[name].status == ALIVE
 
 
-def test_a_name_is_held_while_its_engine_lives_and_free_after_a_kill(
-    gateway: GatewayThread, store: MetadataStore, engines: Callable[[], Engine]
-) -> None:
-    engine, name = engines(), free_name()
-    before = live_holder(store, name)
-    assert engine.ask("initialize", name=name, metadata=gateway.url) == 0
-
-    holder = live_holder(store, name)
-    engine.kill()
-
-    assert before is None
-    assert holder is not None and "answers" in holder.reason
-    assert live_holder(store, name) is None
-
-
-def test_keys_that_vanished_are_written_back_and_an_old_peer_and_a_new_one_read(
-    gateway: GatewayThread, store: MetadataStore, engines: Callable[[], Engine]
-) -> None:
-    producer, name = engines(), free_name()
-    assert producer.ask("initialize", name=name, metadata=gateway.url) == 0
-    _, address = producer.ask("register", size=64, fill=4)
-    published = engine_entries(store, name)
-    for entry in published:
-        store.delete(entry.key)
-
-    restored = restore_missing(store, published)
-    newcomer = engines()
-    assert newcomer.ask("initialize", name=free_name(), metadata=gateway.url) == 0
-
-    assert restored == [f"mooncake/ram/{name}", f"mooncake/rpc_meta/{name}"]
-    assert newcomer.ask("read", name=name, address=address, size=64) == [0, "04" * 64]
-    assert withdraw(store, published) == restored
-
-
 def test_an_engine_without_the_private_login_cannot_start(
     gateway: GatewayThread, store: MetadataStore, engines: Callable[[], Engine]
 ) -> None:
@@ -213,6 +184,25 @@ def test_a_pair_reads_on_while_redis_is_killed_and_started_again(tmp_path: Path,
     assert [entry.key for entry in in_redis] == [
         f"mooncake/ram/{name}"
     ]  # the engine itself never writes rpc_meta again
+
+
+def test_a_pair_starts_and_reads_when_one_of_three_etcd_members_is_killed_in_between(
+    tmp_path: Path, engines: Callable[[], Engine]
+) -> None:
+    members = servers.start_etcd_cluster(tmp_path, 3)
+    gateway = start_gateway_thread(members[0].url, stale_reads=False)
+    producer, consumer, name = engines(), engines(), free_name()
+    assert producer.ask("initialize", name=name, metadata=gateway.url) == 0
+
+    members[0].kill()
+    started = consumer.ask("initialize", name=free_name(), metadata=gateway.url)
+    code, address = producer.ask("register", size=64, fill=8)
+    answer = consumer.ask("read", name=name, address=address, size=64)
+    gateway.close()
+    for member in members:
+        member.stop()
+
+    assert (started, code, answer) == (0, 0, [0, "08" * 64])
 
 
 def _registers(engine: Engine) -> bool:

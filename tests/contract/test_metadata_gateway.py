@@ -206,12 +206,15 @@ def test_metrics_count_requests_by_method_and_status_without_naming_keys(http: H
 @pytest.mark.parametrize("value", [b"[]", b'{"buffers":3}', b'{"buffers":[{"addr":"x"}]}', b"nothing", b'{"name":1}'])
 def test_a_value_that_would_make_the_engine_throw_is_kept_from_it(http: Http, value: bytes) -> None:
     engine_key = "/metadata?key=mooncake%2Fram%2F127.0.0.1%3A13003"
+    http.ask("PUT", engine_key, b"{}")
+    before = http.ask("GET", engine_key)[0]
     http.ask("PUT", engine_key, value)
 
+    raw = http.ask("GET", engine_key + "&raw=1")
     status, body = http.ask("GET", engine_key)
 
+    assert (before, raw) == (200, (200, value))
     assert (status, "corrupt" in body.decode()) == (422, True)
-    assert http.ask("GET", engine_key + "&raw=1") == (200, value)
 
 
 def test_a_delete_with_if_match_spares_a_value_that_changed(http: Http) -> None:
