@@ -16,12 +16,12 @@ from typing import Any, Coroutine
 from mooncake_v0.errors import MooncakeV0Error
 from mooncake_v0.proxy import failures
 from mooncake_v0.proxy.access_log import AccessLog
-from mooncake_v0.proxy.attempt import Services
 from mooncake_v0.proxy.balancer import Balancer
 from mooncake_v0.proxy.failures import LegFailed
 from mooncake_v0.proxy.guard import SHUTDOWN, Watchdog
 from mooncake_v0.proxy.headers import RawHeaders, header
 from mooncake_v0.proxy.health import Prober
+from mooncake_v0.proxy.job import Services
 from mooncake_v0.proxy.keys import Keys, read_key_file
 from mooncake_v0.proxy.legs import Upstream
 from mooncake_v0.proxy.metrics import Metrics

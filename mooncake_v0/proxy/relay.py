@@ -17,12 +17,13 @@ from typing import Callable
 
 from mooncake_v0.proxy import failures
 from mooncake_v0.proxy.api_errors import ApiError, overloaded, unavailable
-from mooncake_v0.proxy.attempt import Attempt, Job, Services
+from mooncake_v0.proxy.attempt import Attempt
 from mooncake_v0.proxy.balancer import Want
 from mooncake_v0.proxy.client_side import ClientSide, Receive, Scope, Send
 from mooncake_v0.proxy.failures import LegFailed
 from mooncake_v0.proxy.guard import CLIENT_GONE, CLIENT_STALLED, SHUTDOWN, Cut, Guard, Watchdog
 from mooncake_v0.proxy.headers import RawHeaders, forwarded, header, request_id_of, returned
+from mooncake_v0.proxy.job import Job, Services
 from mooncake_v0.proxy.keys import Keys
 from mooncake_v0.proxy.prefill_request import plan_request
 from mooncake_v0.proxy.record import Record
