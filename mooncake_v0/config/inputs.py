@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterable, Iterator, Mapping, Sequence
 
-from mooncake_v0.config.addresses import parse_metadata
+from mooncake_v0.config.addresses import parse_metadata, same_host
 from mooncake_v0.config.check import Checked, check_bytes, read_bytes
 from mooncake_v0.config.kv_transfer import check_kv_transfer_config
 from mooncake_v0.config.launch import Launch
@@ -21,8 +21,8 @@ from mooncake_v0.config.pair_rules import PAIR_RULES, pairs
 from mooncake_v0.config.render import FileReport
 from mooncake_v0.config.rules import CheckOptions, Finding, Rule
 from mooncake_v0.config.rules.registry import explain_only
-from mooncake_v0.config.source import render_path
-from mooncake_v0.errors import ERROR, WARNING, CouldNotCheckError, Diagnostic
+from mooncake_v0.config.source import render_path, shorten
+from mooncake_v0.errors import ERROR, INFO, WARNING, CouldNotCheckError, Diagnostic
 
 explain_only(
     "file-unreadable",
@@ -31,6 +31,17 @@ explain_only(
 
     vLLM's user must be able to read the file that MOONCAKE_CONFIG_PATH names.
     """,
+)
+
+explain_only(
+    "launch-config-unchecked",
+    INFO,
+    """The file that MOONCAKE_CONFIG_PATH names for a command is not on this machine, so it was not checked.
+
+    Check it where it is, or give it beside --launch. A relative path is looked for beside the script, and then in the
+    current folder, as vLLM would.
+    """,
+    "launch_rules",
 )
 
 STDIN = "-"
@@ -102,7 +113,7 @@ def launch_reports(
     found: dict[str, list[Diagnostic]] = {launch.path: [] for launch in launches}
     for launch in launches:
         found[launch.path].extend(_launch_diagnostics(launch, configs, role))
-    for pair in pairs(launches):
+    for pair in pairs(launches, lambda launch: _on_one_machine(configs.get(config_path(launch) or ""))):
         for rule, finding in PAIR_RULES.run(pair):
             found[pair.second.path].append(_diagnostic(rule, finding, pair.second.line))
     return [make_report(path, diagnostics, strict) for path, diagnostics in found.items()]
@@ -122,12 +133,23 @@ def _launch_diagnostics(launch: Launch, configs: Mapping[str, Checked], role: Ro
             max_prompt_tokens=tokens,
         )
         yield from (_kv_diagnostic(rule, finding, launch.line) for rule, finding in found)
-    checked = configs.get(config_path(launch) or "")
+    named = config_path(launch)
+    if launch.transfers and named is not None and not Path(named).is_file():
+        what = f"MOONCAKE_CONFIG_PATH is {shorten(launch.environment['MOONCAKE_CONFIG_PATH'])}, which is not on this machine"
+        fix = "check that file where it is; nothing, if the command runs on another machine"
+        yield Diagnostic("launch-config-unchecked", INFO, "MOONCAKE_CONFIG_PATH", what, fix, launch.line, 1)
+    checked = configs.get(named or "")
     server = checked.config.metadata_server if checked is not None and checked.config is not None else None
     address = parse_metadata(server) if server is not None else None
     if address is not None:
         for rule, finding in PROXY_RULES.run(Proxied(launch.environment, address)):
             yield _diagnostic(rule, finding, launch.line)
+
+
+def _on_one_machine(checked: Checked | None) -> bool | None:
+    if checked is None or checked.config is None:
+        return None
+    return same_host(checked.config.prefill.host, checked.config.decode.host)
 
 
 def config_path(launch: Launch) -> str | None:

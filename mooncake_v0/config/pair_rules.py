@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 from mooncake_v0.config.launch import Launch
 from mooncake_v0.config.launch_rules import option
@@ -19,21 +19,29 @@ class Pair:
 
     first: Launch
     second: Launch
+    one_machine: bool
 
     @property
-    def one_host(self) -> bool:
-        """Whether both run on one machine, as far as the text says: neither names a host, or both the same."""
-        return self.first.host == self.second.host
+    def is_one_pair(self) -> bool:
+        """Whether both are of one prefill/decode pair: in one script, two files in MOONCAKE_CONFIG_PATH mean two pairs."""
+        paths = [launch.environment.get("MOONCAKE_CONFIG_PATH") for launch in (self.first, self.second)]
+        return paths[0] == paths[1] or self.first.path != self.second.path
 
 
 PAIR_RULES: Checks[Pair] = Checks()
 
 
-def pairs(launches: Sequence[Launch]) -> Iterator[Pair]:
-    """Every two commands with --kv-transfer-config."""
+def pairs(launches: Sequence[Launch], on_one_machine: Callable[[Launch], bool | None]) -> Iterator[Pair]:
+    """Every two commands with --kv-transfer-config.
+
+    on_one_machine: what the command's mooncake.json says, None if it is not known; then two commands in one file, for
+    one host, are taken to run on one machine
+    """
     transferring = [launch for launch in launches if launch.kv_text is not None]
     for first, second in combinations(transferring, 2):
-        yield Pair(first, second)
+        known = on_one_machine(first)
+        in_one_file = first.path == second.path and first.host == second.host
+        yield Pair(first, second, in_one_file if known is None else known)
 
 
 @PAIR_RULES.rule(ERROR)
@@ -42,10 +50,7 @@ def pair_same_role(pair: Pair) -> Iterator[Finding]:
 
     Two pairs in one script are right; then each mooncake.json (MOONCAKE_CONFIG_PATH) names one pair.
     """
-    same_config = pair.first.environment.get("MOONCAKE_CONFIG_PATH") == pair.second.environment.get(
-        "MOONCAKE_CONFIG_PATH"
-    )
-    if pair.first.role is not None and pair.first.role == pair.second.role and same_config:
+    if pair.first.role is not None and pair.first.role == pair.second.role and pair.is_one_pair:
         what = (
             f"both commands (lines {pair.first.line} and {pair.second.line}) are {pair.first.role} of one mooncake.json"
         )
@@ -63,7 +68,7 @@ def pair_differs(pair: Pair) -> Iterator[Finding]:
     The tensor parallel size, the block size, the types of weights and cache, and the quantization must be the same.
     The two sides compare these when they meet, and transfer nothing if they differ.
     """
-    if pair.first.role == pair.second.role:
+    if pair.first.role == pair.second.role or not pair.is_one_pair:
         return
     for name in ("tensor_parallel_size", "block_size", "kv_cache_dtype", "dtype", "quantization"):
         one, other = pair.first.flags.get(name), pair.second.flags.get(name)
@@ -78,7 +83,7 @@ def pair_differs(pair: Pair) -> Iterator[Finding]:
 def pair_model_differs(pair: Pair) -> Iterator[Finding]:
     """Prefill and decode name different models. Two paths may hold the same model; the two sides compare its config."""
     one, other = pair.first.flag("model"), pair.second.flag("model")
-    if pair.first.role != pair.second.role and one and other and one != other:
+    if pair.is_one_pair and pair.first.role != pair.second.role and one and other and one != other:
         what = f"the model is {shorten(one)} for {pair.first.label} and {shorten(other)} for {pair.second.label}"
         yield Finding(option("--model"), what, "give both sides the same model")
 
@@ -86,7 +91,7 @@ def pair_model_differs(pair: Pair) -> Iterator[Finding]:
 @PAIR_RULES.rule(ERROR)
 def pair_api_port(pair: Pair) -> Iterator[Finding]:
     """Two instances on one machine have the same API port. Without --port it is 8000."""
-    if pair.one_host and pair.first.api_port is not None and pair.first.api_port == pair.second.api_port:
+    if pair.one_machine and pair.first.api_port is not None and pair.first.api_port == pair.second.api_port:
         what = f"both commands (lines {pair.first.line} and {pair.second.line}) use API port {pair.first.api_port}"
         yield Finding(option("--port"), what, "give one of them another --port")
 
@@ -97,7 +102,7 @@ def pair_gpus(pair: Pair) -> Iterator[Finding]:
     itself (--gpu-memory-utilization), so the second runs out of memory."""
     one, other = _gpus(pair.first), _gpus(pair.second)
     common = sorted(one & other)
-    if pair.one_host and common:
+    if pair.one_machine and common:
         what = f"both commands (lines {pair.first.line} and {pair.second.line}) use GPU {', '.join(common)}"
         yield Finding(option("CUDA_VISIBLE_DEVICES"), what, "give each instance GPUs of its own")
 

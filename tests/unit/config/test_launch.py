@@ -96,12 +96,11 @@ EXAMPLES = [
     ("pair-differs", "CUDA_VISIBLE_DEVICES=0 " + PREFILL + "\nCUDA_VISIBLE_DEVICES=1,2 " + DECODE + " -tp 2"),
     ("pair-differs", OTHER_GPU.rstrip() + " --kv-cache-dtype fp8"),
     ("pair-model-differs", OTHER_GPU.replace("--port 8200", "--port 8200 --model Qwen/Qwen2.5-14B-Instruct")),
-    ("pair-api-port", OTHER_GPU.replace("8200", "8100")),
-    ("pair-gpus", OTHER_GPU.replace("CUDA_VISIBLE_DEVICES=1", "CUDA_VISIBLE_DEVICES=0,1")),
     ("http-proxy", "http_proxy=http://10.0.0.9:3128 " + PREFILL),
     ("http-proxy", "export ALL_PROXY=http://10.0.0.9:3128 no_proxy=localhost,.internal\n" + PREFILL),
     ("kv-rank", PREFILL.replace('"kv_rank":0', '"kv_rank":1')),
     ("kv-port-clash", PREFILL.replace('"kv_rank":0', '"kv_rank":0,"kv_port":8100')),
+    ("launch-config-unchecked", PREFILL.replace("./mooncake.json", "/etc/mooncake/no-such-file.json")),
     ("launch-not-found", "echo hello\n"),
 ]
 
@@ -111,10 +110,34 @@ def test_example_yields_exactly_its_rule(tmp_path: Path, rule: str, script: str)
     assert rules(tmp_path, script) == {rule}
 
 
+ON_ONE_MACHINE = [
+    ("pair-api-port", OTHER_GPU.replace("8200", "8100")),
+    ("pair-gpus", OTHER_GPU.replace("CUDA_VISIBLE_DEVICES=1", "CUDA_VISIBLE_DEVICES=0,1")),
+]
+
+
+@pytest.mark.parametrize(("rule", "script"), ON_ONE_MACHINE)
+def test_clash_on_one_machine_is_none_on_two(tmp_path: Path, rule: str, script: str) -> None:
+    assert rules(tmp_path, script, decode_url="192.168.0.137:13103") == {rule}
+    assert rules(tmp_path, script) == set()
+
+
+def test_two_pairs_in_one_script_are_not_compared(tmp_path: Path) -> None:
+    other = DECODE.replace("./mooncake.json", "/etc/no-such-file.json").replace("Qwen2.5-7B", "Qwen2.5-14B")
+
+    assert rules(tmp_path, f"{PREFILL}\n{other} -tp 2\n") == {"launch-config-unchecked"}
+
+
+def test_commands_in_one_file_are_on_one_machine_if_the_config_is_unknown(tmp_path: Path) -> None:
+    script = OTHER_GPU.replace("8200", "8100").replace("./mooncake.json", "/etc/no-such-file.json")
+
+    assert rules(tmp_path, script) == {"pair-api-port", "launch-config-unchecked"}
+
+
 def test_every_rule_has_an_example() -> None:
     names = {rule.name for checks in (LAUNCH_RULES, PAIR_RULES, PROXY_RULES) for rule, _ in checks.items}
 
-    assert names <= {rule for rule, _ in EXAMPLES}
+    assert names <= {rule for rule, _ in (*EXAMPLES, *ON_ONE_MACHINE)}
 
 
 @pytest.mark.parametrize(
