@@ -59,6 +59,12 @@ def sandbox(tmp_path: Path) -> Path:
     (tmp_path / "pairs.toml").write_text(next(block.text for block in blocks(README) if block.language == "toml"))
     for name in ("client-keys", "token"):
         (tmp_path / name).write_text("a-long-secret-for-tests\n")
+    (tmp_path / "deploy").mkdir()
+    shutil.copy(tmp_path / "mooncake.json", tmp_path / "deploy")
+    starts = [command for block, command in BASH if block.heading == "Start a pair" and "api_server" in command]
+    for side, command in zip(("prefill", "decode"), starts):
+        (tmp_path / "deploy" / f"start_{side}.sh").write_text(f"#!/bin/sh\n{command}\n")
+        shutil.copy(tmp_path / "deploy" / f"start_{side}.sh", tmp_path)
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "mooncake-v0"
     script.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m mooncake_v0 "$@"\n')
@@ -119,7 +125,7 @@ def parse(words: list[str]) -> None:
         assert found is not None, f"there is no command {words[0]}"
         command, words = found, words[1:]
     if words:
-        command.make_context(command.name, list(words))
+        command.make_context(command.name, list(words), help_option_names=["-h", "--help"])
 
 
 EVERY = sorted(
@@ -195,6 +201,18 @@ def test_a_documented_command_about_the_store_succeeds(sandbox: Path, stores: di
     (sandbox / "mooncake.json").write_text(json.dumps({**config, "metadata_server": stores["redis"]}))
     done = run(sandbox, command.replace("--for 10", "--for 1"))
     assert done.returncode == 0, done.stdout
+
+
+MIGRATE = sorted({c for _, c in BASH if c.startswith("mooncake-v0 migrate")})
+
+
+@pytest.mark.parametrize("command", MIGRATE)
+def test_a_documented_migration_writes_what_it_says(sandbox: Path, command: str) -> None:
+    done = run(sandbox, command)
+    assert "Traceback" not in done.stdout
+    assert done.returncode in ((0, 1) if "--check" in command else (0,)), done.stdout
+    written = re.findall(r"(?:-o|--emit) (\S+)", command)
+    assert [name for name in written if not (sandbox / name).exists()] == []
 
 
 DOCTOR = sorted({c for _, c in BASH if c.startswith("mooncake-v0 doctor") and "--peer" not in c})

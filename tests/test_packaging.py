@@ -146,7 +146,8 @@ def test_a_light_install_has_neither_torch_nor_vllm_nor_the_engine(installed: In
 
 
 def test_every_command_of_a_light_install_starts(installed: Installed) -> None:
-    code = "from mooncake_v0.cli import COMMANDS, cli\nfor name in COMMANDS:\n    cli([name, '--help'], standalone_mode=False)\n"
+    code = "from mooncake_v0.cli import COMMANDS, cli\n"
+    code += "for name in COMMANDS:\n    cli([name, '--help'], standalone_mode=False)\n"
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(installed.site)}
     done = subprocess.run([installed.python, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.count("Usage: ")) == (0, len(COMMANDS)), done.stderr
