@@ -18,7 +18,7 @@ from mooncake_v0.config.online import ask_api, busy_ports, is_local, reach, reso
 from mooncake_v0.config.online_rules import ONLINE_RULES, HostFacts
 from mooncake_v0.config.port_table import peer_ports
 from mooncake_v0.config.rules.registry import where
-from mooncake_v0.errors import Diagnostic, MooncakeV0Error
+from mooncake_v0.errors import INFO, Diagnostic, MooncakeV0Error
 
 if TYPE_CHECKING:
     from mooncake_v0.cli.validate import Session
@@ -29,7 +29,10 @@ PROBE_PREFIX = "mooncake-v0/probe/"
 def add_online_findings(session: Session, sysfs: str, timeout_s: float) -> None:
     """Probe the outside for each valid mooncake.json of the session. Files with errors have no addresses to ask."""
     for path, checked in session.checked:
-        if checked.config is not None:
+        if checked.config is None:
+            what, fix = "nothing was asked online, since the file has errors", "correct them, and run it again"
+            session.more[path].append(Diagnostic("online-skipped", INFO, "$", what, fix))
+        else:
             ranks = session.options.tensor_parallel_size or 1
             facts = gather(checked.config, ranks, session.request.role, Path(sysfs), timeout_s)
             facts = with_apis(facts, session.options.api_ports, timeout_s)

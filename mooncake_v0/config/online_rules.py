@@ -13,7 +13,7 @@ from mooncake_v0.config.model import ROLES, Endpoint, MooncakeConfig, Role
 from mooncake_v0.config.online import LISTENING, REFUSED, SILENT, ApiAnswer
 from mooncake_v0.config.rdma import RdmaPort, chosen_gid
 from mooncake_v0.config.rules.ports import plan
-from mooncake_v0.config.rules.registry import FIELDS, Checks, Finding
+from mooncake_v0.config.rules.registry import FIELDS, Checks, Finding, explain_only
 from mooncake_v0.config.source import shorten
 from mooncake_v0.errors import ERROR, INFO, WARNING
 
@@ -53,6 +53,13 @@ class HostFacts:
 
 
 ONLINE_RULES: Checks[HostFacts] = Checks()
+
+explain_only(
+    "online-skipped",
+    INFO,
+    """--online was given, but the file has errors, so that there are no certain addresses to ask. Correct them first.""",
+    __name__,
+)
 
 
 @ONLINE_RULES.rule(ERROR)

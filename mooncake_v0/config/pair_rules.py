@@ -22,10 +22,21 @@ class Pair:
     one_machine: bool
 
     @property
+    def same_config(self) -> bool:
+        return self.first.environment.get("MOONCAKE_CONFIG_PATH") == self.second.environment.get("MOONCAKE_CONFIG_PATH")
+
+    @property
+    def places(self) -> str:
+        """Where the two commands are, for a message."""
+        one, other = self.first, self.second
+        if one.path == other.path:
+            return f"lines {one.line} and {other.line}"
+        return f"{one.path}:{one.line} and {other.path}:{other.line}"
+
+    @property
     def is_one_pair(self) -> bool:
         """Whether both are of one prefill/decode pair: in one script, two files in MOONCAKE_CONFIG_PATH mean two pairs."""
-        paths = [launch.environment.get("MOONCAKE_CONFIG_PATH") for launch in (self.first, self.second)]
-        return paths[0] == paths[1] or self.first.path != self.second.path
+        return self.same_config or self.first.path != self.second.path
 
 
 PAIR_RULES: Checks[Pair] = Checks()
@@ -50,10 +61,8 @@ def pair_same_role(pair: Pair) -> Iterator[Finding]:
 
     Two pairs in one script are right; then each mooncake.json (MOONCAKE_CONFIG_PATH) names one pair.
     """
-    if pair.first.role is not None and pair.first.role == pair.second.role and pair.is_one_pair:
-        what = (
-            f"both commands (lines {pair.first.line} and {pair.second.line}) are {pair.first.role} of one mooncake.json"
-        )
+    if pair.first.role is not None and pair.first.role == pair.second.role and pair.same_config:
+        what = f"both commands ({pair.places}) are {pair.first.role} of one mooncake.json"
         yield Finding(
             ("--kv-transfer-config", "kv_role"),
             what,
@@ -92,7 +101,7 @@ def pair_model_differs(pair: Pair) -> Iterator[Finding]:
 def pair_api_port(pair: Pair) -> Iterator[Finding]:
     """Two instances on one machine have the same API port. Without --port it is 8000."""
     if pair.one_machine and pair.first.api_port is not None and pair.first.api_port == pair.second.api_port:
-        what = f"both commands (lines {pair.first.line} and {pair.second.line}) use API port {pair.first.api_port}"
+        what = f"both commands ({pair.places}) use API port {pair.first.api_port}"
         yield Finding(option("--port"), what, "give one of them another --port")
 
 
@@ -103,7 +112,7 @@ def pair_gpus(pair: Pair) -> Iterator[Finding]:
     one, other = _gpus(pair.first), _gpus(pair.second)
     common = sorted(one & other)
     if pair.one_machine and common:
-        what = f"both commands (lines {pair.first.line} and {pair.second.line}) use GPU {', '.join(common)}"
+        what = f"both commands ({pair.places}) use GPU {', '.join(common)}"
         yield Finding(option("CUDA_VISIBLE_DEVICES"), what, "give each instance GPUs of its own")
 
 

@@ -193,6 +193,42 @@ def test_buffer_is_compared_with_a_model_that_is_on_disk(tmp_path: Path) -> None
     assert rules(tmp_path, script.replace("2e9", "5e8") + " -tp 4") == set()
 
 
+UNIT = f"""[Service]
+Environment=MOONCAKE_CONFIG_PATH=/no-such-folder/mooncake.json
+ExecStart=/opt/venv/bin/vllm serve m --port 8100 -pp 2 --kv-transfer-config {PRODUCER}
+"""
+COMPOSE = f"""services:
+  decode:
+    image: vllm/vllm-openai:v0.6.4.post1
+    environment: {{MOONCAKE_CONFIG_PATH: /no-such-folder/mooncake.json}}
+    command: [--model, m, --port, "8200", -pp, "2", --kv-transfer-config, {CONSUMER}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"), [("prefill.service", UNIT, 3), ("compose.yaml", COMPOSE, 3)], ids=["systemd", "compose"]
+)
+def test_commands_are_found_in_units_and_manifests(tmp_path: Path, name: str, text: str, line: int) -> None:
+    (tmp_path / name).write_text(text)
+
+    result = CliRunner().invoke(validate, ["--launch", str(tmp_path / name), "--format", "json"], standalone_mode=False)
+
+    found = json.loads(result.output)["files"][0]["diagnostics"]
+    assert {item["rule"] for item in found} == {"launch-pipeline-parallel", "launch-config-unchecked"}
+    assert {item["line"] for item in found} == {line}
+
+
+def test_pair_in_two_files_is_compared_and_both_are_named(tmp_path: Path) -> None:
+    (tmp_path / "mooncake.json").write_text(json.dumps({**CONFIG, "decode_url": "192.168.0.137:13103"}))
+    for name, command in (("prefill.sh", PREFILL), ("decode.sh", DECODE.replace("8200", "8100"))):
+        (tmp_path / name).write_text(command)
+    arguments = ["--launch", str(tmp_path / "prefill.sh"), "--launch", str(tmp_path / "decode.sh")]
+
+    result = CliRunner().invoke(validate, arguments, standalone_mode=False)
+
+    assert f"both commands ({tmp_path}/prefill.sh:1 and {tmp_path}/decode.sh:1) use API port 8100" in result.output
+
+
 def test_file_that_is_missing_exits_2(tmp_path: Path) -> None:
     result = CliRunner().invoke(validate, ["--launch", str(tmp_path / "none.sh")], standalone_mode=False)
 

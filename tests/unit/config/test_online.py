@@ -169,7 +169,7 @@ def test_name_that_cannot_be_looked_up_has_no_address() -> None:
 def test_file_with_errors_is_not_taken_online(tmp_path: Path, etcd: Server) -> None:
     code, found = run(tmp_path, **loopback(free_base(), etcd, protocol="quic", metadata_server="etcd://127.0.0.1:1"))
 
-    assert (code, set(found)) == (1, {"protocol-unknown"})
+    assert (code, set(found)) == (1, {"protocol-unknown", "online-skipped"})
 
 
 def test_name_is_shown_with_its_address(tmp_path: Path, etcd: Server) -> None:
