@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable, Iterable, Mapping, Sequence
 
-from mooncake_v0.migrate.deployment import Deployment, Instance, Pair
+from mooncake_v0.migrate.deployment import Deployment, Pair
 from mooncake_v0.migrate.facts import Fact, applies, by_name, compute_capability, holds, table, version_key
+from mooncake_v0.migrate.instances import Instance
 
 SEVERITIES = ("blocker", "change", "silent", "info")
 _MULTIMODAL = frozenset(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Sequence
 
 from mooncake_v0.migrate.converters import CONVERTERS, Conversion
-from mooncake_v0.migrate.deployment import Instance
 from mooncake_v0.migrate.facts import Fact, applies, by_name, find, has
+from mooncake_v0.migrate.instances import Instance
 from mooncake_v0.migrate.json_values import compact
 from mooncake_v0.migrate.server_arguments import KV_FLAG, Flag
 

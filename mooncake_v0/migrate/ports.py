@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Sequence
 
 from mooncake_v0.migrate.convert import STORE, V1Instance
-from mooncake_v0.migrate.deployment import Deployment, Instance
+from mooncake_v0.migrate.deployment import Deployment
 from mooncake_v0.migrate.facts import has
+from mooncake_v0.migrate.instances import Instance
 
 BOOTSTRAP_PORT = 8998
 ZMQ_RANGE = (49152, 65535)

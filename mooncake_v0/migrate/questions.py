@@ -6,7 +6,8 @@ import re
 from typing import Mapping, Sequence
 
 from mooncake_v0.migrate.convert import STORE, V1Instance
-from mooncake_v0.migrate.deployment import Deployment, Instance
+from mooncake_v0.migrate.deployment import Deployment
+from mooncake_v0.migrate.instances import Instance
 
 _ADDRESS = re.compile(r"[\d.]+|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
 

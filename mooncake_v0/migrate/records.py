@@ -94,6 +94,11 @@ class Found:
     # files that something named: a note that they hold nothing by themselves is not worth reading
     used: set[str] = field(default_factory=set)
 
+    def drop_repeated(self) -> None:
+        """Keep the first of equal invocations and files: what all alternatives of a script have in common."""
+        self.invocations[:] = [item for i, item in enumerate(self.invocations) if item not in self.invocations[:i]]
+        self.files[:] = [item for i, item in enumerate(self.files) if item not in self.files[:i]]
+
     def note(self, place: Place, what: str, why: str) -> None:
         entry = Unread(place, " ".join(what.split())[:160], why)
         if entry not in self.unread:

@@ -12,9 +12,10 @@ from typing import Any, Mapping, Sequence
 
 from mooncake_v0.migrate.checks import Advisory, Finding, advisories, check
 from mooncake_v0.migrate.convert import Change, V1Instance, convert, quote, unresolved
-from mooncake_v0.migrate.deployment import Deployment, Instance, assemble
+from mooncake_v0.migrate.deployment import Deployment, assemble
 from mooncake_v0.migrate.facts import PINNED, applies, table
 from mooncake_v0.migrate.files import Files, collect
+from mooncake_v0.migrate.instances import Instance
 from mooncake_v0.migrate.ports import PortRow, bootstrap_ports, firewall, plan
 from mooncake_v0.migrate.proxy_plan import ProxyPlan, plan_proxy
 from mooncake_v0.migrate.questions import questions

@@ -18,6 +18,7 @@ from tree_sitter import Language, Node, Parser
 
 from mooncake_v0.migrate.commands import Scene, read_command
 from mooncake_v0.migrate.records import Found, Place, TextFile
+from mooncake_v0.migrate.shell_branches import alternatives, first_choice
 from mooncake_v0.migrate.shell_words import Words
 
 MAX_DEPTH = 12
@@ -44,6 +45,16 @@ class ShellState:
     def environment(self) -> list[tuple[str, str]]:
         return [(name, " ".join(values)) for name, values in self.variables.items() if name in self.exported]
 
+    def copy(self) -> ShellState:
+        """A state of its own; syntax trees are shared."""
+        return replace(
+            self,
+            variables={name: list(values) for name, values in self.variables.items()},
+            exported=set(self.exported),
+            functions=dict(self.functions),
+            called=set(self.called),
+        )
+
     def assign(self, name: str, values: list[str], *, append: bool = False, export: bool = False) -> None:
         old = self.variables.get(name, []) if append else []
         if append and old and len(values) == 1 and len(old) == 1:
@@ -64,11 +75,27 @@ class ShellReader:
         self.state = state or _seeded(scene)
         self.words = Words(self.source, self.state.variables, scene.lookup)
         self.depth = 0
+        self.choice: dict[int, list[Node]] = {}
         self._attachable = False
 
     def read(self) -> None:
-        """Read all of it; functions that nothing calls are read at the end, as they stand."""
-        self.walk(_parser().parse(self.source).root_node)
+        """Read all of it, once for each alternative if it serves several roles (see `shell_branches`)."""
+        root = _parser().parse(self.source).root_node
+        choice = first_choice(root) if self.depth == 0 else None
+        if choice is None:
+            self._read(root)
+            return
+        before, scene = self.state.copy(), self.scene
+        for alternative in alternatives(choice):
+            self.choice = {choice.start_byte: alternative}
+            self.state, self.scene = before.copy(), scene
+            self.words = Words(self.source, self.state.variables, self.scene.lookup)
+            self._read(root)
+        self.found.drop_repeated()
+
+    def _read(self, root: Node) -> None:
+        """Walk it; functions that nothing calls are read at the end, as they stand."""
+        self.walk(root)
         for name in [name for name in self.state.functions if name not in self.state.called]:
             if self.state.functions[name][1] is self.source:
                 self._call(name, [])
@@ -79,6 +106,10 @@ class ShellReader:
     def walk(self, node: Node) -> None:
         if self.depth > MAX_DEPTH or self.state.commands > MAX_COMMANDS:
             self.found.note(self.at(node), self.words.text(node), "nested too deeply or too long to follow")
+            return
+        if node.start_byte in self.choice and node.type in ("if_statement", "case_statement"):
+            for child in self.choice[node.start_byte]:
+                self.walk(child)
             return
         handler = getattr(self, "_" + node.type, None)
         if handler is not None:
@@ -204,6 +235,8 @@ class ShellReader:
             self._call(command, arguments)
         elif command in ("source", ".") and arguments:
             self._source(arguments[0], node)
+        elif command == "eval" and arguments:
+            self._nested(" ".join(arguments), self.at(node), self.scene)
         elif command == "cd" and arguments:
             self.scene = self.scene.in_directory(arguments[0])
         elif command == "set":

@@ -133,3 +133,33 @@ def test_a_command_that_mentions_vllm_and_is_not_understood_is_noted() -> None:
 )
 def test_arithmetic_is_limited_to_sums_and_products(text: str, value: int | None) -> None:
     assert integer(text) == value
+
+
+ROLES = """
+case "$1" in
+  prefill) ROLE=kv_producer; PORT=8100 ;;
+  decode) ROLE=kv_consumer; PORT=8200 ;;
+  *) echo "usage: $0 prefill|decode"; exit 1 ;;
+esac
+etcd &
+vllm serve m --port $PORT --kv-transfer-config '{"kv_role":"'$ROLE'"}'
+"""
+IFS = """
+if [ "$ROLE" = p ]; then PORT=8100; elif [ "$ROLE" = d ]; then PORT=8200; else PORT=8300; fi
+etcd &
+vllm serve m --port $PORT
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "ports"), [(ROLES, ["8100", "8200"]), (IFS, ["8100", "8200", "8300"])], ids=["case", "if"]
+)
+def test_a_script_for_several_roles_is_read_once_for_each(text: str, ports: list[str]) -> None:
+    found = read(text)
+    servers = [item for item in found.invocations if item.argv[0] == "vllm"]
+    assert [item.argv[item.argv.index("--port") + 1] for item in servers] == ports
+    assert [item.argv[0] for item in found.invocations].count("etcd") == 1
+
+
+def test_eval_is_read_and_not_done() -> None:
+    assert argv('eval "vllm serve m --port 9"') == ["vllm", "serve", "m", "--port", "9"]
