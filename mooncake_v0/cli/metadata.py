@@ -81,9 +81,9 @@ def serve(
     import logging
     import signal
 
-    from mooncake_v0.metadata.gateway import GatewayOptions, raise_file_limit
-    from mooncake_v0.metadata.gateway import serve as serve_gateway
     from mooncake_v0.metadata.gateway_auth import read_access
+    from mooncake_v0.metadata.gateway_server import GatewayOptions, raise_file_limit
+    from mooncake_v0.metadata.gateway_server import serve as serve_gateway
     from mooncake_v0.metadata.liveness import is_loopback
     from mooncake_v0.metadata.store import open_store
 

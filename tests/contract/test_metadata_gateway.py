@@ -16,8 +16,9 @@ from typing import Iterator
 
 import pytest
 
-from mooncake_v0.metadata.gateway import Gateway, GatewayOptions, GatewayThread, gateway_in_thread, start_gateway_thread
+from mooncake_v0.metadata.gateway import GatewayThread, gateway_in_thread, start_gateway_thread
 from mooncake_v0.metadata.gateway_auth import Access, read_access
+from mooncake_v0.metadata.gateway_server import Gateway, GatewayOptions
 from mooncake_v0.metadata.store import open_store
 from tests import servers
 

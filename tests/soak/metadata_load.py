@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Sequence
 
-from mooncake_v0.metadata.gateway import raise_file_limit
+from mooncake_v0.metadata.gateway_server import raise_file_limit
 from mooncake_v0.metadata.store import open_store
 from tests.servers import Server, free_ports, start_wheel_server
 
