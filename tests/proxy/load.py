@@ -134,8 +134,9 @@ class Client(asyncio.Protocol):
         head_end = self.buffer.find(b"\r\n\r\n")
         if head_end < 0:
             return False
-        head = bytes(self.buffer[:head_end])
-        if b"chunked" in head.lower():
+        head = bytes(self.buffer[:head_end]).lower()
+        self.closed = self.closed or b"\r\nconnection: close" in head  # as every client must take it
+        if b"chunked" in head:
             return self.buffer.endswith(b"0\r\n\r\n")
         return len(self.buffer) - head_end - 4 >= _content_length(head)
 
