@@ -89,13 +89,17 @@ def metadata_port_range(subject: Subject) -> Iterator[Finding]:
 
 @rule(ERROR, syntax=True)
 def metadata_port_missing(subject: Subject) -> Iterator[Finding]:
-    """An etcd address without a port. The engine passes the text to etcd's client as it is, and that needs a port."""
-    kind = scheme(subject)
-    for host, port in hosts(subject):
-        if kind in ("etcd", "etcds") and port is None and host:
-            yield Finding(
-                WHERE, f"no port after {shorten(host)!r}", f"write {shorten(host)}:2379, if etcd has its usual port"
-            )
+    """A plain etcd address without a port. The engine passes the text to etcd's client as it is, which needs a port.
+
+    What goes through a gateway (etcds://, a cluster, a password) has 2379 by default.
+    """
+    found = list(hosts(subject))
+    if scheme(subject) != "etcd" or len(found) != 1 or "@" in server(subject):
+        return
+    host, port = found[0]
+    if port is None and host:
+        shown = f"[{host}]" if ":" in host else shorten(host)
+        yield Finding(WHERE, f"no port after {shown!r}", f"write {shown}:2379, if etcd has its usual port")
 
 
 @rule(ERROR, syntax=True)

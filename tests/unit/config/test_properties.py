@@ -19,6 +19,7 @@ from mooncake_v0.config.fix import fixed_bytes
 from mooncake_v0.config.rules import CheckOptions
 from mooncake_v0.config.schema import schema
 from mooncake_v0.errors import ERROR, INFO
+from mooncake_v0.metadata.store_url import parse_store_url
 
 # a deadline would measure the machine, not the code
 PROPERTY = settings(deadline=None, max_examples=200)
@@ -139,16 +140,14 @@ def test_endpoint_has_no_error_exactly_when_it_is_one(text: str) -> None:
 
 @PROPERTY
 @given(TEXTS, st.sampled_from([None, "etcd", "redis", "http"]))
-def test_metadata_server_without_an_error_can_be_taken_apart(text: str, backend: str | None) -> None:
+def test_metadata_server_without_an_error_is_one_for_the_stores_too(text: str, backend: str | None) -> None:
     config = {"prefill_url": "192.168.0.137:13003", "decode_url": "192.168.0.139:13003", "metadata_server": text}
 
-    errors = [
-        item
-        for item in check_bytes(to_bytes({**config, "metadata_backend": backend})).diagnostics
-        if item.severity == ERROR
-    ]
+    data = to_bytes({**config, "metadata_backend": backend})
+    errors = [item for item in check_bytes(data).diagnostics if item.severity == ERROR]
 
-    assert errors or parse_metadata(text, backend) is not None
+    address = parse_metadata(text, backend)
+    assert errors or address is not None and parse_store_url(address.url).hosts
 
 
 @PROPERTY
