@@ -149,18 +149,25 @@ def _refuse_unknown(only: Sequence[str]) -> None:
 
 def examine(request: Request, host: Host) -> list[Result]:
     """The file's findings, the host's facts by validate's online rules, then doctor's own checks."""
+    from rich.console import Console
+
     import mooncake_v0.doctor.catalogue  # noqa: F401 - registers the checks
     from mooncake_v0.doctor.report import from_diagnostic, run_checks
 
-    results: list[Result] = []
-    checked = _read(request, host) if request.file is not None else None
-    if checked is not None:
-        found = list(checked.diagnostics)
-        if checked.config is not None:
-            host, more = _with_facts(checked, request, host)
-            found += more
-        results = [] if request.only else [from_diagnostic(item) for item in found]
-    return results + list(run_checks(host, request.only or None))
+    console = Console(stderr=True)
+    with console.status("looking at the configuration and the network") as spinner:  # nothing without a terminal
+        results: list[Result] = []
+        checked = _read(request, host) if request.file is not None else None
+        if checked is not None:
+            found = list(checked.diagnostics)
+            if checked.config is not None:
+                host, more = _with_facts(checked, request, host)
+                found += more
+            results = [] if request.only else [from_diagnostic(item) for item in found]
+        for result in run_checks(host, request.only or None):
+            spinner.update(f"checking; {result.check} is done")
+            results.append(result)
+    return results
 
 
 def _read(request: Request, host: Host) -> Checked:
