@@ -150,14 +150,25 @@ def start_redis_acl_tls(folder: Path, certificates: Certificates) -> Server:
     return server
 
 
-def start_redis_sentinel(folder: Path) -> list[Server]:
-    """A redis and a sentinel that watches it as service `meta`; the sentinel comes last."""
+def start_redis_sentinel(folder: Path, replicas: int = 0) -> list[Server]:
+    """A redis, its replicas, and a sentinel that watches it as service `meta`; the sentinel comes last."""
     redis = start_redis(folder)
+    copies = [start_redis(folder, "--replicaof", "127.0.0.1", str(redis.port)) for _ in range(replicas)]
+    for copy in copies:
+        # sentinel asks its master for replicas when it starts, and then only every 10 s
+        wait_until(lambda: b"connected_slaves:%d" % replicas in _redis_info(redis), f"the replica on {copy.port}")
     port = free_ports(1)[0]
     config = folder / "sentinel.conf"
-    config.write_text(f"port {port}\nbind 127.0.0.1\nsentinel monitor meta 127.0.0.1 {redis.port} 1\n")
+    config.write_text(
+        f"port {port}\nbind 127.0.0.1\nsentinel monitor meta 127.0.0.1 {redis.port} 1\n"
+        "sentinel down-after-milliseconds meta 500\nsentinel failover-timeout meta 2000\n"
+    )
     command = ["redis-server", str(config), "--sentinel"]
-    return [redis, Server(command, port, f"redis+sentinel://127.0.0.1:{port}/meta/0", folder).start()]
+    return [redis, *copies, Server(command, port, f"redis+sentinel://127.0.0.1:{port}/meta/0", folder).start()]
+
+
+def _redis_info(server: Server) -> bytes:
+    return subprocess.run(["redis-cli", "-p", str(server.port), "info"], capture_output=True, timeout=10).stdout
 
 
 def start_redis_cluster(folder: Path) -> list[Server]:

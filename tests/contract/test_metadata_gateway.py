@@ -186,6 +186,17 @@ async def test_silent_and_half_open_connections_are_closed_and_others_are_served
     assert ended == [b""] * 100
 
 
+def test_keys_vanish_after_the_gateways_ttl_or_their_own() -> None:
+    gateway = gateway_in_thread(open_store("memory:"), GatewayOptions(default_ttl_s=0.3))
+    with closing(Http(port_of(gateway))) as http:
+        http.ask("PUT", "/metadata?key=by-default", b"1")
+        http.ask("PUT", "/metadata?key=longer&ttl=60", b"1")
+
+        servers.wait_until(lambda: http.ask("GET", "/metadata?key=by-default")[0] == 404, "the expiry", 5)
+        assert http.ask("GET", "/metadata?key=longer")[0] == 200
+    gateway.close()
+
+
 def test_health_makes_a_round_trip_and_leaves_nothing(http: Http) -> None:
     status, body = http.ask("GET", "/health")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 import pytest
+import redis
 
 from mooncake_v0.errors import MetadataError, StoreUnavailableError, UnsupportedError
 from mooncake_v0.metadata.gateway import start_gateway_thread
@@ -310,6 +311,23 @@ def test_an_etcd_cluster_that_loses_its_leader_or_any_member_goes_on(stores: Sto
     store.put(prefix + "after", b"2")
 
     assert [entry.key for entry in store.list(prefix)] == [prefix + "after", prefix + "before"]
+    store.close()
+
+
+def test_a_store_behind_sentinel_follows_the_failover(stores: Stores, prefix: str) -> None:
+    started = stores.keep(servers.start_redis_sentinel(stores.folder("sentinel-failover"), replicas=1))
+    master, replica, sentinel = started
+    store = open_store(sentinel.url)
+    store.put(prefix + "a", b"1")
+    with redis.Redis(port=sentinel.port) as control, redis.Redis(port=replica.port) as copy:
+        servers.wait_until(lambda: copy.get(prefix + "a") == b"1", "the replica's copy")
+        servers.wait_until(lambda: len(control.sentinel_slaves("meta")) == 1, "sentinel's knowledge of the replica")
+
+    master.kill()
+
+    servers.wait_until(lambda: _value_or_none(store, prefix + "a") == b"1", "the failover", 30)
+    store.put(prefix + "b", b"2")
+    assert store.get(prefix + "b") == b"2"
     store.close()
 
 
