@@ -176,8 +176,15 @@ def _cells(row: AgentRow) -> tuple[str, ...]:
         str(row.entries) if has_answer else "-",
         "-" if row.hit_rate is None else f"{100 * row.hit_rate:.0f} %",
         "-" if row.read_gb_per_s is None else f"{row.read_gb_per_s:.2f} GB/s",
-        row.problem or row.peer,
+        row.problem or "; ".join(filter(None, (row.peer, _misses(row)))),
     )
+
+
+def _misses(row: AgentRow) -> str:
+    """Why decode computed prompts itself, as far as it did."""
+    prefix = "miss_"
+    found = [f"{name[len(prefix) :]} {count:.0f}" for name, count in row.counters.items() if name.startswith(prefix)]
+    return f"missed: {', '.join(found)}" if found else ""
 
 
 def _colour() -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_v0.cli.status import make_row, read_secret
+from mooncake_v0.cli.status import _print, make_row, read_secret
 from mooncake_v0.errors import CouldNotCheckError
 from mooncake_v0.pin.processes import find_free_range
 from mooncake_v0.transfer.messages import Status
@@ -81,3 +81,9 @@ def test_a_secret_that_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("abc\n")
     assert read_secret(str(tmp_path / "secret")) == b"abc"
     assert read_secret(None) is None
+
+
+def test_the_last_column_tells_why_prompts_were_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Status(**{**_fields(STATUS), "counters": {"hits": 1.0, "miss_late": 2.0}})  # type: ignore[arg-type]
+    _print([make_row("decode", 0, "a:1", found)], True)
+    assert capsys.readouterr().out.splitlines()[1].endswith("up, 10.0.0.1:13003; missed: late 2")
