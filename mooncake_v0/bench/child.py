@@ -22,6 +22,7 @@ from mooncake_v0.errors import CouldNotCheckError, MooncakeV0Error
 
 STOP_S = 10.0
 _LINE_BYTES = 1 << 16
+_FIX = "run it again with --folder DIR and see the logs there"
 
 Answer = dict[str, Any]
 
@@ -60,9 +61,7 @@ class Child:
     def result(self, timeout_s: float = 60.0) -> Any:
         answer = self._read(timeout_s)
         if "error" in answer:
-            raise CouldNotCheckError(
-                f"{self.name}: {answer['error']}", fix=answer.get("fix") or "see its log's end above"
-            )
+            raise CouldNotCheckError(f"{self.name}: {answer['error']}", fix=answer.get("fix") or _FIX)
         return answer["ok"]
 
     def wait_event(self, name: str, timeout_s: float = 60.0) -> None:
@@ -111,7 +110,7 @@ class Child:
             code = self._process.wait(1.0)
             what += f" (exit code {code})"
         tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
-        return CouldNotCheckError(f"{self.name} {what}; its log ends with:\n{tail}", fix="see the log's end above")
+        return CouldNotCheckError(f"{self.name} {what}; its log ends with:\n{tail}", fix=_FIX)
 
 
 class Parent:

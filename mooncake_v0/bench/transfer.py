@@ -16,7 +16,7 @@ import os
 import secrets
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
@@ -52,14 +52,14 @@ class TransferOptions:
     rounds: int = 5
     device: str = "cpu"
     peer_python: str | None = None
-    notes: list[str] = field(default_factory=list)
 
 
 def measure(options: TransferOptions, progress: Progress) -> Report:
-    """Run the sweep. Raises CouldNotCheckError if a part of it cannot run, with the reason."""
+    """Run a sweep for each transport. Raises CouldNotCheckError if a part of it cannot run, with the reason."""
     for name in options.transports:
         transports.check_available(name)
     samples: list[Samples] = []
+    notes: list[str] = []
     gateway = start_gateway_thread("memory:", is_private=False)
     steps = len(options.transports) * len(options.blocks) * (options.rounds + 1)
     done = 0
@@ -72,11 +72,12 @@ def measure(options: TransferOptions, progress: Progress) -> Report:
                         progress(text, done, steps)
                         done += 1
                 samples += sweep.samples
+                notes += sweep.notes
                 upstream_version = sweep.upstream.version if sweep.upstream else ""
     finally:
         gateway.close()
     progress("done", steps, steps)
-    return make_report(options.shape, samples, _run(options, upstream_version), options.notes)
+    return make_report(options.shape, samples, _run(options, upstream_version), notes)
 
 
 def lengths_that_fit(shape: KVShape, blocks: Sequence[int], device: str) -> list[int]:
@@ -98,6 +99,7 @@ class Sweep:
     def __init__(self, options: TransferOptions, transport: str, sides: dict[str, Child]) -> None:
         self.options = options
         self.samples: list[Samples] = []
+        self.notes: list[str] = []
         self.upstream: UpstreamPipe | None = None
         self._asked_transport = transport
         self._prefill, self._decode = sides["prefill"], sides["decode"]
@@ -201,8 +203,8 @@ class Sweep:
 
     def _note(self, samples: Samples, text: str) -> None:
         note = f"upstream at {samples.prompt_tokens} tokens: {text}"
-        if note not in self.options.notes:
-            self.options.notes.append(note)
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _wait_for_peer(self) -> None:
         until_s = time.monotonic() + _CONNECT_S

@@ -19,6 +19,7 @@ from mooncake_v0.errors import CouldNotCheckError
 OPEN_S = 120.0
 MIN_RATE_BYTES_PER_S = 20e6  # slower than this, a transfer is given up
 MEMORY_COPIES = 6  # a transfer keeps about that many times its KV in memory, on both sides together
+_PYTHON_FIX = "give the Python of an environment that holds vllm 0.6.5 and mooncake-transfer-engine"
 _TOKENS_APART = 1_000_001  # so that seeds differ modulo 100, which is what the keys are filled with
 
 
@@ -88,17 +89,14 @@ class UpstreamPipe:
                 child.tell("open", role=role, shape=shape, device=self._device)
             for child in self._children.values():
                 self.version = child.result(OPEN_S)
-        except CouldNotCheckError:
+        except CouldNotCheckError as error:
             self.close()
-            raise
+            raise CouldNotCheckError(f"--peer-python {self._python}: {error.what}", fix=_PYTHON_FIX) from error
 
 
 def find_python(python: str) -> str:
     """The path of --peer-python; CouldNotCheckError if there is no such program."""
     found = shutil.which(python)
     if found is None:
-        raise CouldNotCheckError(
-            f"--peer-python {python!r} is not a program",
-            fix="give the Python of an environment that holds vllm 0.6.5 and mooncake-transfer-engine",
-        )
+        raise CouldNotCheckError(f"--peer-python {python!r} is not a program", fix=_PYTHON_FIX)
     return found

@@ -108,7 +108,7 @@ def transfer(
         check_available(name)
     shape = find_shape(model)
     device = _device(device)
-    blocks, notes = _lengths(shape, prompt_tokens, kv_bytes, device)
+    blocks = _lengths(shape, prompt_tokens, kv_bytes, device)
     end_on_sigterm()
     with contextlib.ExitStack() as stack:
         if folder is None:
@@ -123,7 +123,6 @@ def transfer(
             rounds=rounds,
             device=device,
             peer_python=peer_python,
-            notes=notes,
         )
         with progress_bar() as show:
             report = measure(options, show)
@@ -148,10 +147,8 @@ def _device(name: str) -> str:
     return name
 
 
-def _lengths(
-    shape: KVShape, prompt_tokens: tuple[int, ...] | None, kv_bytes: str | None, device: str
-) -> tuple[list[int], list[str]]:
-    """Prompt lengths in blocks, and what was left out of the default ones. A length that was asked for must fit."""
+def _lengths(shape: KVShape, prompt_tokens: tuple[int, ...] | None, kv_bytes: str | None, device: str) -> list[int]:
+    """Prompt lengths in blocks. One that was asked for must fit; of the default ones some may be left out, with a word."""
     from mooncake_v0.bench.transfer import DEFAULT_PROMPT_TOKENS, available_bytes, lengths_that_fit
 
     if prompt_tokens and kv_bytes:
@@ -163,13 +160,13 @@ def _lengths(
     fitting = lengths_that_fit(shape, wanted, device)
     missing = [count for count in wanted if count not in fitting]
     if not missing:
-        return fitting, []
+        return fitting
     what = ", ".join(f"{count * 16:,} tokens ({count * shape.block_bytes / 2**30:.2f} GiB)" for count in missing)
     fact = f"{what} do not fit four times into the {available_bytes() / 2**30:.1f} GiB of free memory"
     if prompt_tokens or kv_bytes or not fitting:
         raise CouldNotCheckError(fact, fix="give shorter prompts, a smaller model, or a host with more memory")
     click.echo(f"left out: {fact}", err=True)
-    return fitting, [f"left out: {fact}"]
+    return fitting
 
 
 def _sizes(text: str) -> list[int]:
