@@ -62,7 +62,9 @@ def assemble(found: Found) -> Deployment:
         plain=tuple(plain),
         proxies=tuple(find_proxies(found)),
         configs=tuple({config.identity(): config for config in configs.values()}.values()),
-        metadata_services=tuple(metadata),
+        metadata_services=tuple({(kind, place.file): (kind, place) for kind, place in reversed(metadata)}.values())[
+            ::-1
+        ],
         versions=tuple(sorted({(name, version) for name, version, _ in found.versions})),
         services=tuple(name for name, _ in found.services),
     )
@@ -91,7 +93,9 @@ def _joined(instances: Sequence[Instance], found: Found) -> tuple[list[Pair], li
     groups: dict[str, list[Instance]] = {}
     for item in instances:
         if item.role != "plain":
-            groups.setdefault(item.config.identity() if item.config else "", []).append(item)
+            # without a mooncake.json, the same model is the best sign of a pair
+            key = item.config.identity() if item.config else f"model {item.model}"
+            groups.setdefault(key, []).append(item)
     pairs: list[Pair] = []
     for members in groups.values():
         prefills = [item for item in members if item.role in ("prefill", "both")]

@@ -89,7 +89,7 @@ class Files:
 
     def read(self) -> Found:
         for file in self.files:
-            self.secrets.scan(file.text)
+            self._scan(file)
         for file in self.files:
             before = self._counts()
             self._read(file)
@@ -101,6 +101,13 @@ class Files:
         # files written by scripts and ConfigMaps: mooncake.json and proxies are read where they are looked up
         self.found.files = [*self.files, *self.found.files]
         return self.found
+
+    def _scan(self, file: TextFile) -> None:
+        """Look for secrets; what a document says in prose is not an assignment, what stands in its blocks is."""
+        prose = file.path.lower().endswith((".md", ".rst", ".markdown", ".txt"))
+        self.secrets.scan(file.text, prose=prose)
+        for match in _FENCE.finditer(file.text) if prose else ():
+            self.secrets.scan(match[2])
 
     def _counts(self) -> tuple[int, ...]:
         found = self.found

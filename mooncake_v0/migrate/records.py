@@ -93,6 +93,7 @@ class Found:
     services: list[tuple[str, Place]] = field(default_factory=list)
     # files that something named: a note that they hold nothing by themselves is not worth reading
     used: set[str] = field(default_factory=set)
+    _noted: set[Unread] = field(default_factory=set, repr=False)
 
     def drop_repeated(self) -> None:
         """Keep the first of equal invocations and files: what all alternatives of a script have in common."""
@@ -101,5 +102,6 @@ class Found:
 
     def note(self, place: Place, what: str, why: str) -> None:
         entry = Unread(place, " ".join(what.split())[:160], why)
-        if entry not in self.unread:
+        if entry not in self._noted:
+            self._noted.add(entry)
             self.unread.append(entry)

@@ -175,7 +175,8 @@ def _verdict(
 def _today(deployment: Deployment) -> list[tuple[str, str]]:
     versions = ", ".join(f"{name} {version}" for name, version in deployment.versions)
     rows = [("versions named", versions or f"none; {PINNED} is assumed")]
-    for config in deployment.configs:
+    used = [pair.config for pair in deployment.pairs if pair.config is not None] or list(deployment.configs)
+    for config in {config.identity(): config for config in used}.values():
         server = config.text("metadata_server")
         rows.append(("mooncake.json", f"protocol {config.protocol}, device {config.text('device_name') or 'none'}"))
         if server:

@@ -13,18 +13,19 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 MASK = "***"
-_NAME = r"[A-Za-z0-9_.-]*(?:KEY|TOKEN|SECRET|PASSW(?:OR)?D|PASSPHRASE|CREDENTIALS?)[A-Za-z0-9_]*"
-_SECRET_NAME = re.compile(rf"^(?:{_NAME})$", re.IGNORECASE)
-# names that look secret and are not: tokenizers, cache keys, numbers of tokens
-_HARMLESS_NAME = re.compile(
-    r"token(?:s$|ize|-ids|_ids|s-as|s_as|s-details|s_details)|max[_-]?num|batched|num[_-]|keyfile|key[_-]?path"
-    r"|key[_-]?file|password[_-]?file|token[_-]?file|_max_tokens|keys$|metadata[_-]?key|secretname|secretkeyref",
-    re.IGNORECASE,
+_NAME = r"[A-Za-z_][A-Za-z0-9_.-]*"
+_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_SECRET_PARTS = frozenset(
+    ["key", "token", "secret", "password", "passwords", "passwd", "passphrase", "credential", "credentials"]
 )
+_SECRET_ENDINGS = ("token", "secret", "password", "passwd", "passphrase", "apikey", "secretkey", "accesskey")
+# a key file, a token type, the name of a Kubernetes Secret: about a secret, not one
+_ABOUT = frozenset(["file", "path", "ids", "name", "ref", "dir", "type", "field", "length", "count"])
 _ASSIGNED = re.compile(
     rf"""(?<![\w$])["']?({_NAME})["']?\s*(?:=|:(?!//))\s*(?:"([^"\n]*)"|'([^'\n]*)'|([^\s"',;{{}}\[\]&|]+))""",
     re.IGNORECASE,
 )
+_IN_PROSE = re.compile(rf"""(?<![\w$])({_NAME})=(?:"([^"\n]*)"|'([^'\n]*)'|([^\s"',;{{}}\[\]&|`]+))""")
 _FLAG = re.compile(rf"""(--{_NAME})(?:=|\s+\\?\s*)(?:"([^"\n]*)"|'([^'\n]*)'|([^\s"'\\-][^\s"']*))""", re.IGNORECASE)
 _YAML_PAIR = re.compile(
     rf"""name:\s*["']?({_NAME})["']?\s*[,\n]\s*value:\s*(?:"([^"\n]*)"|'([^'\n]*)'|([^\s"',}}]+))""", re.IGNORECASE
@@ -64,8 +65,15 @@ _WORDS = frozenset(
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable, flag or key of this name holds a secret."""
-    return bool(_SECRET_NAME.match(name.lstrip("-"))) and not _HARMLESS_NAME.search(name)
+    """Whether a variable, flag or key of this name holds a secret: HF_TOKEN, --api-key, redisPassword; not a bare "key"."""
+    parts = [part.lower() for part in _PARTS.findall(name)]
+    if parts in ([], ["key"]):
+        return False
+    following = [*parts[1:], ""]
+    return any(
+        (part in _SECRET_PARTS or part.endswith(_SECRET_ENDINGS)) and after not in _ABOUT
+        for part, after in zip(parts, following)
+    )
 
 
 def masked_value(name: str, value: str) -> str:
@@ -81,21 +89,29 @@ def _without_value(match: re.Match[str]) -> str:
     return head + MASK + tail
 
 
+def _literal(value: str) -> str:
+    """The expression that finds a secret; a short word may be part of ordinary words, so it must stand alone."""
+    literal = re.escape(value)
+    return literal if len(value) >= _LONG or not value.isalpha() else rf"(?<![A-Za-z0-9]){literal}(?![A-Za-z0-9])"
+
+
 class Secrets:
     """The secrets of one run."""
 
     def __init__(self) -> None:
         self._values: set[str] = set()
+        self._pattern: re.Pattern[str] | None = None
 
     def add(self, value: str) -> None:
         """Remember a secret value; references to variables and short words that would mask prose are not kept."""
         value = value.strip()
         if len(value) >= _SHORTEST and value.lower() not in _WORDS and not re.match(r"\$|\{\{|\*+$", value):
             self._values.add(value)
+            self._pattern = None
 
-    def scan(self, text: str) -> None:
-        """Collect the secrets that a text of any format shows."""
-        for pattern in (_ASSIGNED, _FLAG, _YAML_PAIR, _LIST_ITEM, _YAML_ITEM):
+    def scan(self, text: str, *, prose: bool = False) -> None:
+        """Collect the secrets that a text of any format shows; in prose, "token: word" is no assignment."""
+        for pattern in (_IN_PROSE if prose else _ASSIGNED, _FLAG, _YAML_PAIR, _LIST_ITEM, _YAML_ITEM):
             for match in pattern.finditer(text):
                 if is_secret_name(match[1]):
                     self.add(next((group for group in match.groups()[1:] if group), ""))
@@ -116,12 +132,12 @@ class Secrets:
 
     def mask(self, text: str) -> str:
         """The text without secrets."""
-        for value in sorted(self._values, key=lambda item: (-len(item), item)):
-            if len(value) >= _LONG or not value.isalpha():
-                text = text.replace(value, MASK)
-            else:
-                # a short word may be part of ordinary words
-                text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(value)}(?![A-Za-z0-9])", MASK, text)
+        if self._pattern is None and self._values:
+            self._pattern = re.compile(
+                "|".join(map(_literal, sorted(self._values, key=lambda item: (-len(item), item))))
+            )
+        if self._pattern is not None:
+            text = self._pattern.sub(MASK, text)
         text = _USERINFO.sub(rf"\1\2:{MASK}@", text)
         text = _QUERY.sub(lambda m: m[1] + MASK if is_secret_name(m[1].strip("?&=")) else m[0], text)
         text = _SHAPES.sub(MASK, text)

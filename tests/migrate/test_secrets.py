@@ -82,6 +82,11 @@ def test_name_of_a_secret(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "key",
+        "keyword",
+        "monkey",
+        "secretName",
+        "eos-token-ids",
         "--tokenizer",
         "--max-num-batched-tokens",
         "--ssl-keyfile",
@@ -98,3 +103,11 @@ def test_a_word_of_every_report_is_not_masked_because_somebody_uses_it_as_a_pass
     secrets = Secrets()
     secrets.add("mooncake")
     assert secrets.mask("mooncake proxy at redis://u:mooncake@h") == "mooncake proxy at redis://u:***@h"
+
+
+def test_keys_of_manifests_and_prose_are_not_taken_for_secrets() -> None:
+    secrets = Secrets()
+    secrets.scan("items: [{key: mooncake.json, path: x}]\nsecretKeyRef: {name: tokens, key: hub-entry}")
+    secrets.scan("The keyword: foolish. A token: somebody must set it.", prose=True)
+    text = "mooncake.json hub-entry foolish somebody"
+    assert secrets.mask(text) == text

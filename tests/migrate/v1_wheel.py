@@ -1,7 +1,7 @@
 """The real vLLM 0.33.0 argument parser and KVTransferConfig for tests, in an environment of their own.
 
 `environment()` gives a folder under ~/.cache/mooncake-v0 whose name is a hash of all that goes into it, building it if it
-is not there: the wheel comes by `pip download --no-deps` (336 MB, about 3 s from a near mirror), only its Python files are
+is not there: the wheel comes by `pip download --no-deps` (336 MB), only its Python files are
 kept (57 MB), and a few small libraries are installed beside them. `Parser` runs `v1_driver` in a process that sees nothing
 else. torch and whatever else is missing is stood in for by `stand_ins`.
 """
