@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
+import time
 from typing import Any
 
 import aiohttp
@@ -12,6 +14,7 @@ import openai
 import pytest
 
 from mooncake_v0.pin.processes import Pair
+from tests.proxy.command import running_command
 from tests.proxy.corpus import corpus
 
 pytestmark = pytest.mark.pin
@@ -142,3 +145,17 @@ def test_curl_gets_json_and_a_request_id(pair: Pair, tiny_model: str) -> None:
     assert "x-request-id: from-curl" in head
     assert "x-mooncake-disaggregated: yes" in head
     assert json.loads(text)["usage"]["completion_tokens"] == 2
+
+
+async def test_real_pair_is_discovered_in_the_metadata_store(pair: Pair, tiny_model: str) -> None:
+    arguments = ["--discover", pair.metadata_url, "--port", "0", "--access-log", "none", "--drain-delay", "0"]
+    async with running_command(*arguments) as command:
+        status = 503
+        deadline = time.monotonic() + 60
+        while status == 503 and time.monotonic() < deadline:
+            body = {"model": tiny_model, "prompt": "found in the store", "max_tokens": 2}
+            status, text, headers = await post(command.url, "/v1/completions", body)
+            await asyncio.sleep(0.2)
+
+    assert status == 200, text
+    assert headers["x-mooncake-disaggregated"] == "yes"
