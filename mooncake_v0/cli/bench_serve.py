@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import json
 import secrets
-import tempfile
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Sequence
 
 import click
 
@@ -21,12 +19,11 @@ from mooncake_v0.cli.bench_files import (
     progress_bar,
     write_json,
 )
-from mooncake_v0.errors import CouldNotCheckError
+from mooncake_v0.cli.bench_servers import StartOptions, Status, started, status_reader
 
 if TYPE_CHECKING:
     from mooncake_v0.bench.serve import ServeOptions
     from mooncake_v0.bench.serve_report import ServeReport, SweepPoint
-    from mooncake_v0.pin.processes import Pair, PairOptions
 
 HELP = """Measure TTFT, ITL, TPOT and throughput of a pair and a plain instance.
 
@@ -42,8 +39,6 @@ Examples:
   mooncake-v0 bench serve --start ./Qwen3-8B --rates 1,2,4 \\
       --html report.html --json report.json
 """
-
-Status = Callable[[], "dict[str, float] | None"]
 
 
 @click.command(help=HELP)
@@ -132,25 +127,14 @@ def serve(
     end_on_sigterm()
     with contextlib.ExitStack() as stack:
         if model is None:
-            counters = _status_reader(config_path)
+            counters = status_reader(config_path)
         else:
             start = StartOptions(model, tp, kv_buffer_size, vllm_args, folder)
-            options, counters = stack.enter_context(_started(start, options))
+            options, counters = stack.enter_context(started(start, options))
         report = _measure(options, counters)
     _write(report, json_path, png_path, html_path)
     click.echo(json.dumps(report.as_dict(), indent=2) if output == "json" else _text(report))
     return 1 if _wrong(report) else 0
-
-
-@dataclass(frozen=True)
-class StartOptions:
-    """What to start: a pair and a plain instance."""
-
-    model: str
-    tp: int
-    kv_buffer_size: str
-    vllm_args: Sequence[str] = field(default_factory=tuple)
-    folder: Path | None = None
 
 
 def _rates(text: str) -> tuple[float, ...]:
@@ -172,92 +156,6 @@ def _measure(options: ServeOptions, counters: Status) -> ServeReport:
     if before is not None and after is not None:
         transferred = {name: value - before.get(name, 0.0) for name, value in sorted(after.items())}
     return ServeReport(sweeps.prompt_sweep, sweeps.rate_sweep, transferred, sweeps.run, sweeps.notes)
-
-
-# --- the servers ------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _started(start: StartOptions, options: ServeOptions) -> Iterator[tuple[ServeOptions, Status]]:
-    """A pair, its proxy and a plain instance on free ports of this host; stopped at the end."""
-    from mooncake_v0.pin.processes import Pair, find_free_port
-
-    with contextlib.ExitStack() as stack:
-        folder = start.folder
-        if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-v0-bench-")))
-        pair = Pair(_pair_options(start, options, folder))
-        stack.callback(pair.stop_all)
-        port = find_free_port()
-        with progress_bar() as show:
-            pair.start_all(lambda process: show(f"waiting for {process.name}", 0, 1))
-            pair.wait_ready(pair.start_plain(port), lambda process: show(f"waiting for {process.name}", 0, 1))
-            pair.wait_connected()
-        yield (
-            replace(options, proxy_url=pair.proxy_url, plain_url=f"http://127.0.0.1:{port}"),
-            lambda: _pair_counters(pair, start.tp),
-        )
-
-
-def _pair_options(start: StartOptions, options: ServeOptions, folder: Path) -> PairOptions:
-    import importlib.util
-
-    from mooncake_v0.bench.serve import DEFAULT_PROMPT_TOKENS
-    from mooncake_v0.config.kv_transfer import parse_size_bytes
-    from mooncake_v0.pin.environment import cache_folder, has_gpu
-    from mooncake_v0.pin.processes import PairOptions
-    from mooncake_v0.pin.tiny_model import make_tiny_model
-
-    if importlib.util.find_spec("vllm") is None:
-        raise CouldNotCheckError(
-            "vLLM is not installed in this environment", fix="run it there, or give --proxy and --plain"
-        )
-    buffer_bytes = parse_size_bytes(start.kv_buffer_size)
-    if not buffer_bytes:
-        raise click.UsageError(f"--kv-buffer-size {start.kv_buffer_size!r} is not a size; write 2e9, 4GiB or bytes")
-    model = str(make_tiny_model(cache_folder() / "tiny-qwen2")) if start.model == "tiny" else start.model
-    longest = max(*(options.prompt_tokens or DEFAULT_PROMPT_TOKENS), options.rate_prompt_tokens) + options.output_tokens
-    arguments = ["--disable-log-requests"]
-    environment = {}
-    if start.model == "tiny":
-        arguments += ["--max-model-len", str(min(32768, longest))]
-    if has_gpu():
-        arguments += ["--gpu-memory-utilization", "0.3"]
-    else:
-        arguments += ["--dtype", "bfloat16"]
-        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    return PairOptions(
-        model,
-        folder,
-        tp=start.tp,
-        kv_buffer_size=buffer_bytes,
-        vllm_args=[*arguments, *start.vllm_args],
-        environment=environment,
-    )
-
-
-def _pair_counters(pair: Pair, tp: int) -> dict[str, float]:
-    """Decode's counters over its ranks."""
-    counters: dict[str, float] = {}
-    for rank in range(tp):
-        for name, value in pair.agent_status("decode", rank).counters.items():
-            counters[name] = counters.get(name, 0.0) + value
-    return counters
-
-
-def _status_reader(config_path: Path | None) -> Status:
-    """The counters of a running decode's rank 0; None without its mooncake.json."""
-    if config_path is None:
-        return lambda: None
-
-    from mooncake_v0.config.load import load_config
-    from mooncake_v0.transfer.status import query_status
-
-    ports = load_config(config_path).ports("decode", 0)
-    return lambda: dict(query_status(ports.host, ports.side_channel).counters)
-
-
-# --- the report -------------------------------------------------------------------------------------------------------
 
 
 def _write(report: ServeReport, json_path: Path | None, png_path: Path | None, html_path: Path | None) -> None:

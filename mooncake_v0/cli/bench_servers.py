@@ -1,0 +1,111 @@
+"""The servers of `mooncake-v0 bench serve`: started on this host, or asked what they received."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Callable, Iterator, Sequence
+
+import click
+
+from mooncake_v0.cli.bench_files import progress_bar
+from mooncake_v0.errors import CouldNotCheckError
+
+if TYPE_CHECKING:
+    from mooncake_v0.bench.serve import ServeOptions
+    from mooncake_v0.pin.processes import Pair, PairOptions
+
+Status = Callable[[], "dict[str, float] | None"]  # decode's counters
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """What to start: a pair and a plain instance."""
+
+    model: str
+    tp: int
+    kv_buffer_size: str
+    vllm_args: Sequence[str] = field(default_factory=tuple)
+    folder: Path | None = None
+
+
+@contextlib.contextmanager
+def started(start: StartOptions, options: ServeOptions) -> Iterator[tuple[ServeOptions, Status]]:
+    """A pair, its proxy and a plain instance on free ports of this host; stopped at the end."""
+    from mooncake_v0.pin.processes import Pair, find_free_port
+
+    with contextlib.ExitStack() as stack:
+        folder = start.folder
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-v0-bench-")))
+        pair = Pair(_pair_options(start, options, folder))
+        stack.callback(pair.stop_all)
+        port = find_free_port()
+        with progress_bar() as show:
+            pair.start_all(lambda process: show(f"waiting for {process.name}", 0, 1))
+            pair.wait_ready(pair.start_plain(port), lambda process: show(f"waiting for {process.name}", 0, 1))
+            pair.wait_connected()
+        yield (
+            replace(options, proxy_url=pair.proxy_url, plain_url=f"http://127.0.0.1:{port}"),
+            lambda: _pair_counters(pair, start.tp),
+        )
+
+
+def _pair_options(start: StartOptions, options: ServeOptions, folder: Path) -> PairOptions:
+    import importlib.util
+
+    from mooncake_v0.bench.serve import DEFAULT_PROMPT_TOKENS
+    from mooncake_v0.config.kv_transfer import parse_size_bytes
+    from mooncake_v0.pin.environment import cache_folder, has_gpu
+    from mooncake_v0.pin.processes import PairOptions
+    from mooncake_v0.pin.tiny_model import make_tiny_model
+
+    if importlib.util.find_spec("vllm") is None:
+        raise CouldNotCheckError(
+            "vLLM is not installed in this environment", fix="run it there, or give --proxy and --plain"
+        )
+    buffer_bytes = parse_size_bytes(start.kv_buffer_size)
+    if not buffer_bytes:
+        raise click.UsageError(f"--kv-buffer-size {start.kv_buffer_size!r} is not a size; write 2e9, 4GiB or bytes")
+    model = str(make_tiny_model(cache_folder() / "tiny-qwen2")) if start.model == "tiny" else start.model
+    longest = max(*(options.prompt_tokens or DEFAULT_PROMPT_TOKENS), options.rate_prompt_tokens) + options.output_tokens
+    arguments = ["--disable-log-requests"]
+    environment = {}
+    if start.model == "tiny":
+        arguments += ["--max-model-len", str(min(32768, longest))]
+    if has_gpu():
+        arguments += ["--gpu-memory-utilization", "0.3"]
+    else:
+        arguments += ["--dtype", "bfloat16"]
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    return PairOptions(
+        model,
+        folder,
+        tp=start.tp,
+        kv_buffer_size=buffer_bytes,
+        vllm_args=[*arguments, *start.vllm_args],
+        environment=environment,
+    )
+
+
+def _pair_counters(pair: Pair, tp: int) -> dict[str, float]:
+    """Decode's counters over its ranks."""
+    counters: dict[str, float] = {}
+    for rank in range(tp):
+        for name, value in pair.agent_status("decode", rank).counters.items():
+            counters[name] = counters.get(name, 0.0) + value
+    return counters
+
+
+def status_reader(config_path: Path | None) -> Status:
+    """The counters of a running decode's rank 0; None without its mooncake.json."""
+    if config_path is None:
+        return lambda: None
+
+    from mooncake_v0.config.load import load_config
+    from mooncake_v0.transfer.status import query_status
+
+    ports = load_config(config_path).ports("decode", 0)
+    return lambda: dict(query_status(ports.host, ports.side_channel).counters)
