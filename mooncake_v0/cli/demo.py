@@ -76,7 +76,7 @@ def _options(model: str | None, tp: int, metadata: str | None, folder: Path) -> 
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         args += ["--dtype", "bfloat16"]
     else:
-        args += ["--gpu-memory-utilization", "0.35"]
+        args += ["--num-gpu-blocks-override", "4000"]  # both share one GPU, and vLLM counts the other as its own
     if model is None:
         from mooncake_v0.pin.tiny_model import make_tiny_model
 

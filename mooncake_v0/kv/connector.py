@@ -101,6 +101,7 @@ class Producer(Connector):
 class Consumer(Connector):
     """Takes the KV of a step's prompts from the buffer; only a batch that is here as a whole skips its forward.
 
+    wait_s: how long a step waits for an entry in flight, beside the time that its bytes need at min_rate_bytes_per_s
     agree: the group's decision from each rank's own: true only if true on all (tensor parallelism).
     """
 
@@ -116,7 +117,8 @@ class Consumer(Connector):
         agree: Callable[[bool], bool],
     ) -> None:
         super().__init__(client, layout, hidden_size=hidden_size, hidden_dtype=hidden_dtype, count=count)
-        self._wait_s = wait_s
+        self.wait_s = wait_s
+        self.min_rate_bytes_per_s = MIN_RATE_BYTES_PER_S
         self._agree = agree
 
     def receive(self, plan: TransferPlan) -> torch.Tensor | None:
@@ -142,7 +144,8 @@ class Consumer(Connector):
                     self.client.release(keys, self.take_counters())
 
     def _select(self, plan: TransferPlan) -> Selected | None:
-        wait_s = self._wait_s + sum(self.nbytes(prompt) for prompt in plan.prompts) / MIN_RATE_BYTES_PER_S
+        nbytes = sum(self.nbytes(prompt) for prompt in plan.prompts)
+        wait_s = self.wait_s + nbytes / self.min_rate_bytes_per_s
         started = time.perf_counter()
         try:
             return self.client.select([prompt.key for prompt in plan.prompts], wait_s)

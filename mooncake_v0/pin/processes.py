@@ -163,9 +163,10 @@ class Pair:
             f"{self.api_url(role)}/health",
         )
 
-    def start_plain(self, port: int) -> ManagedProcess:
+    def start_plain(self, port: int, extra_args: Sequence[str] = ()) -> ManagedProcess:
         """One instance without transfer, to compare with."""
-        command = vllm_command(self.options.model, port, self.options.tp, self.options.vllm_args)
+        args = [*self.options.vllm_args, *extra_args]
+        command = vllm_command(self.options.model, port, self.options.tp, args)
         return self._start("plain", command, f"http://127.0.0.1:{port}/health")
 
     def start_proxy(self) -> ManagedProcess:

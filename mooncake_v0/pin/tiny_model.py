@@ -29,7 +29,7 @@ def make_tiny_model(
     if done.exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(folder, max_tokens)
+    write_tokenizer(folder, max_tokens)
     _write_weights(folder, max_tokens, seed, layers, heads, kv_heads)
     done.touch()
     return folder
@@ -56,7 +56,8 @@ def _write_weights(folder: Path, max_tokens: int, seed: int, layers: int, heads:
     Qwen2ForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
-def _write_tokenizer(folder: Path, max_tokens: int) -> None:
+def write_tokenizer(folder: Path, max_tokens: int) -> None:
+    """A byte-level BPE tokenizer of 512 tokens with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

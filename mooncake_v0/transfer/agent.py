@@ -59,6 +59,7 @@ logger = logging.getLogger("mooncake_v0.agent")
 
 TICK_S = 0.25
 REFUSED_RETRY_S = 2.0
+TAKEN_FOR_S = 3 * PING_EVERY_S
 STUCK_READ_S = 15.0  # only a connect to a host that drops packets lasts longer (133 s); nothing can interrupt it
 EXIT_REPLACE_ME = 75
 _PR_SET_PDEATHSIG = 1
@@ -242,6 +243,8 @@ class Agent:
             elif isinstance(message, (Ping, Pong)):
                 self._heard(identity, message)
             elif isinstance(message, Refused):
+                if self.settings.role != "decode" or identity is not None:
+                    continue  # only the listener that decode dialed may refuse it
                 self._next_hello_s = time.monotonic() + REFUSED_RETRY_S
                 self._lose_peer(explain_disagreement(message.field, message.theirs, message.ours))
             elif self._from_peer(identity, message):
@@ -256,7 +259,7 @@ class Agent:
         ours = self._hello()
         wrong = disagreement(ours, theirs)
         if self.settings.role == "prefill" and identity is not None and not isinstance(theirs, Welcome):
-            if self.engine_state != READY:
+            if self.engine_state != READY or self._is_taken(theirs):
                 return
             if wrong:
                 self._channel.send(Refused(*wrong), identity)
@@ -275,6 +278,11 @@ class Agent:
             self._side.on_peer_up()
         self._peer.identity = identity
         self._peer.heard_at_s = time.monotonic()
+
+    def _is_taken(self, theirs: Hello) -> bool:
+        """Whether another, live decode agent has this prefill already; a restarted one finds its place silent."""
+        silent_s = time.monotonic() - self._peer.heard_at_s
+        return self._peer.up and self._peer.epoch != theirs.epoch and silent_s < TAKEN_FOR_S
 
     def _heard(self, identity: bytes | None, message: Ping | Pong) -> None:
         if isinstance(message, Ping):

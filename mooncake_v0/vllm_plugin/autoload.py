@@ -30,7 +30,7 @@ def autoload() -> None:
     _registered = True
     import wrapt
 
-    wrapt.register_post_import_hook(_patch_engine_args, "vllm.engine.llm_engine")
+    wrapt.register_post_import_hook(_patch_engine, "vllm.engine.llm_engine")
     wrapt.register_post_import_hook(_patch_worker_base, "vllm.worker.worker_base")
 
 
@@ -42,7 +42,7 @@ def general_plugin() -> None:
     """
     autoload()
     for name, patch in (
-        ("vllm.engine.llm_engine", _patch_engine_args),
+        ("vllm.engine.llm_engine", _patch_engine),
         ("vllm.worker.worker_base", _patch_worker_base),
     ):
         if name in sys.modules:
@@ -57,10 +57,12 @@ def _supported_vllm() -> bool:
     return version.split("+")[0] == VLLM_VERSION
 
 
-def _patch_engine_args(module: ModuleType) -> None:
+def _patch_engine(module: ModuleType) -> None:
     from mooncake_v0.vllm_plugin.engine_args import patch_engine_args
+    from mooncake_v0.vllm_plugin.worker_hooks import patch_llm_engine
 
     patch_engine_args()
+    patch_llm_engine()
 
 
 def _patch_worker_base(module: ModuleType) -> None:

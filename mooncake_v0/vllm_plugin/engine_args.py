@@ -117,7 +117,7 @@ def _prepare(engine_args: Any, config: KVTransferConfig) -> KVTransferConfig:
     if os.environ.get("VLLM_USE_V1") == "1":
         raise UnsupportedError("VLLM_USE_V1=1 selects vLLM's unfinished V1 engine", fix="unset VLLM_USE_V1")
     _refuse_arguments(engine_args)
-    mooncake = _load_mooncake_config()
+    mooncake = _load_mooncake_config(engine_args.tensor_parallel_size)
     if not config.is_producer and engine_args.enable_chunked_prefill is not False:
         if engine_args.enable_chunked_prefill:
             logger.warning("chunked prefill is switched off: a kv_consumer takes a prompt's KV as a whole")
@@ -129,7 +129,7 @@ def _prepare(engine_args: Any, config: KVTransferConfig) -> KVTransferConfig:
     return dataclasses.replace(config, mooncake=mooncake, api_url=api_url)
 
 
-def _load_mooncake_config() -> MooncakeConfig:
+def _load_mooncake_config(tensor_parallel_size: int) -> MooncakeConfig:
     path = os.environ.get("MOONCAKE_CONFIG_PATH")
     if not path:
         raise ConfigError(
@@ -137,7 +137,7 @@ def _load_mooncake_config() -> MooncakeConfig:
             fix="set it to the path of mooncake.json, the same file on prefill and decode",
         )
     try:
-        return load_config(path)
+        return load_config(path, tensor_parallel_size=tensor_parallel_size)
     except CouldNotCheckError as error:
         raise ConfigError(f"MOONCAKE_CONFIG_PATH={path!r}: {error.what}", fix=error.fix) from error
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import math
 import os
+from array import array
 from typing import Any, Callable, Sequence
 
 import torch
@@ -28,6 +30,7 @@ from mooncake_v0.transfer.agent_settings import AgentSettings
 from mooncake_v0.vllm_plugin.fingerprint import adapter_identity, model_fingerprint
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig
 from mooncake_v0.vllm_plugin.metrics import WorkerMetrics
+from mooncake_v0.vllm_plugin.parking import ParkingLot
 from mooncake_v0.vllm_plugin.plugin_logging import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 _BROADCAST_KEY = "mooncake_v0_plan"
 DEFAULT_WAIT_S = 2.0
 _AGENT_START_S = 10.0
+_STEP_WAIT_S = 0.25  # for ranks that lag behind the driver's, which was asked before
 DEFAULT_TTL_S = 480.0  # as V1's VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
 
 
@@ -56,6 +60,28 @@ def patch_worker_wrapper() -> None:
             WorkerTransfer(self.worker, vllm_config).install()
 
     wrapper.init_worker = init_worker
+
+
+def patch_llm_engine() -> None:
+    """Wrap LLMEngine.__init__: where the driver's worker is in the same process, its transfer sees the scheduler."""
+    from vllm.engine import llm_engine
+
+    engine_class: Any = llm_engine.LLMEngine
+    if getattr(engine_class, "_mooncake_v0_patched", False):
+        return
+    engine_class._mooncake_v0_patched = True
+    original = engine_class.__init__
+
+    @functools.wraps(original)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        worker = getattr(getattr(self.model_executor, "driver_worker", None), "worker", None)
+        transfer = getattr(worker, "mooncake_v0", None)
+        if isinstance(transfer, WorkerTransfer):
+            for scheduler in self.scheduler:
+                transfer.attach_scheduler(scheduler)
+
+    engine_class.__init__ = initialise
 
 
 class WorkerTransfer:
@@ -151,6 +177,22 @@ class WorkerTransfer:
             client.pool.nbytes,
         )
 
+    def attach_scheduler(self, scheduler: Any) -> None:
+        """Hold back requests whose entries are on their way; the step itself then hardly has to wait."""
+        if self.consumer is None or self.client is None:
+            return
+        layout, wait_s = self.consumer.layout, self.consumer.wait_s
+
+        def key_of(group: Any) -> tuple[bytes, int] | None:
+            seq_data = group.first_seq.data
+            if not self._can_serve(group, seq_data):
+                return None
+            tokens = seq_data.prompt_token_ids_array
+            return self._key(group, tokens), layout.nbytes(self._num_blocks(tokens))
+
+        ParkingLot(scheduler, self.client, key_of=key_of, wait_s=wait_s)
+        self.consumer.wait_s, self.consumer.min_rate_bytes_per_s = _STEP_WAIT_S, math.inf
+
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def _planning(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,24 +233,32 @@ class WorkerTransfer:
 
     def _can_transfer(self, group: Any) -> bool:
         """Whether this is the pass that completes a prompt, of a request that KV and one hidden row can serve."""
-        if not group.is_prompt or not group.do_sample or not group.block_tables or group.multi_modal_data:
+        if not group.is_prompt or not group.do_sample or not group.block_tables:
             return False
         (seq_data,) = group.seq_data.values()
-        if seq_data.get_output_len():  # preempted and computed again, with its output
+        return self._can_serve(group, seq_data)
+
+    def _can_serve(self, group: Any, seq_data: Any) -> bool:
+        if group.multi_modal_data or seq_data.get_output_len():  # with output: preempted and computed again
             return False
         params = group.sampling_params
         return params is not None and (self.config.is_producer or params.prompt_logprobs is None)
 
+    def _key(self, group: Any, tokens: array[int]) -> bytes:
+        adapters = adapter_identity(group.lora_request, group.prompt_adapter_request)
+        return content_key(self._fingerprint, adapters, tokens)
+
+    def _num_blocks(self, tokens: array[int]) -> int:
+        block_size: int = self.vllm_config.cache_config.block_size
+        return -(-len(tokens) // block_size)
+
     def _plan_prompt(self, group: Any, hidden_row: int) -> PromptPlan:
         ((seq_id, seq_data),) = group.seq_data.items()
         tokens = seq_data.prompt_token_ids_array
-        block_size = self.vllm_config.cache_config.block_size
-        num_blocks = -(-len(tokens) // block_size)
+        num_blocks = self._num_blocks(tokens)
         cached = len(group.computed_block_nums or ())
         return PromptPlan(
-            key=content_key(
-                self._fingerprint, adapter_identity(group.lora_request, group.prompt_adapter_request), tokens
-            ),
+            key=self._key(group, tokens),
             block_ids=pack_block_ids(group.block_tables[seq_id][:num_blocks]),
             first_missing=min(cached, num_blocks),
             hidden_row=hidden_row,

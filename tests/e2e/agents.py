@@ -38,10 +38,10 @@ def first_difference(before: bytes, agent: psutil.Process) -> int:
     raise AssertionError("nothing arrived in the pool")
 
 
-def flip_exponent(agent: psutil.Process, offset: int) -> None:
-    """Change one byte: the high one of a bfloat16, little endian."""
+def flip_sign(agent: psutil.Process, offset: int) -> None:
+    """Change one byte: the high one of a bfloat16 (little endian), so its sign."""
     with pool_path(agent).open("r+b") as pool:
         pool.seek(offset + 1)
         (value,) = pool.read(1)
         pool.seek(offset + 1)
-        pool.write(bytes([value ^ 0x41]))
+        pool.write(bytes([value ^ 0x80]))

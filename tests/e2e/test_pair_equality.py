@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mooncake_v0.pin.processes import Pair
-from tests.e2e.agents import find_agent, first_difference, flip_exponent, read_pool
+from tests.e2e.agents import find_agent, first_difference, flip_sign, read_pool
 from tests.e2e.asking import ask, ask_all, content, counters, hits, misses, token_prompt
 from tests.e2e.conftest import make_pair
 
@@ -132,7 +132,7 @@ def test_one_corrupt_byte_in_a_stored_block_is_not_served(plain_url: str, pair: 
     ask(pair.api_url("prefill"), {**body, "max_tokens": 1})
     changed = first_difference(before, agent)
 
-    flip_exponent(agent, changed)
+    flip_sign(agent, changed)
     first_hits = hits(counters(pair))
     answer = ask(pair.api_url("decode"), body)
 

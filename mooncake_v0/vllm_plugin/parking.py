@@ -1,0 +1,104 @@
+"""Holds back requests whose KV is on its way, so that nothing waits for it inside the engine step.
+
+On a consumer `Scheduler.schedule` is wrapped. Before each call, requests in the waiting queue whose entry is announced but
+not here are taken out, and put back after it, in order: they are not scheduled, and everything that looks at the queue
+(abort, counting unfinished requests) still finds them. A request is let through when its entry is here, when it is known
+not to come, or when its deadline has passed. While requests run, they keep their pace; when there is nothing else to run,
+the call waits a few milliseconds for the first entry, so that the engine's loop does not spin.
+
+Needs the scheduler and the driver's agent in one process, as on GPUs and on a single CPU worker. With tensor parallel CPU
+workers the driver is elsewhere, and the wait stays in the step, as long as `Consumer` allows.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Callable
+
+from mooncake_v0.errors import AgentUnavailableError
+from mooncake_v0.kv.connector import MIN_RATE_BYTES_PER_S
+from mooncake_v0.transfer.agent_client import AgentClient
+
+IDLE_WAIT_S = 0.005
+
+
+@dataclass
+class Watched:
+    """A waiting request: its key, until when it may be held back, and whether that is over."""
+
+    key: bytes
+    deadline_s: float
+    settled: bool = False
+
+
+class ParkingLot:
+    """Wraps one scheduler.
+
+    key_of: a sequence group → (key, bytes of its entry), or None for a request that KV cannot serve
+    wait_s: how long a request may be held back, beside the time that its bytes need at a slow rate
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        client: AgentClient,
+        *,
+        key_of: Callable[[Any], tuple[bytes, int] | None],
+        wait_s: float,
+    ) -> None:
+        self._scheduler = scheduler
+        self._client = client
+        self._key_of = key_of
+        self._wait_s = wait_s
+        self._watched: dict[str, Watched | None] = {}
+        original = scheduler.schedule
+        scheduler.schedule = functools.wraps(original)(
+            lambda *args, **kwargs: self._schedule(original, *args, **kwargs)
+        )
+
+    def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        scheduler = self._scheduler
+        if not scheduler.waiting:
+            self._watched.clear()
+            return original(*args, **kwargs)
+        held = self._held_back()
+        if not held:
+            return original(*args, **kwargs)
+        scheduler.waiting = deque(group for group in scheduler.waiting if group.request_id not in held)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            scheduler.waiting.extendleft(reversed(list(held.values())))
+
+    def _held_back(self) -> dict[str, Any]:
+        """Requests not to be scheduled now, in the order of the queue."""
+        groups = {group.request_id: group for group in self._scheduler.waiting}
+        self._watched = {name: self._watched.get(name) or self._watch(group) for name, group in groups.items()}
+        open_ones = {name: watched for name, watched in self._watched.items() if watched and not watched.settled}
+        if open_ones:
+            busy = len(open_ones) < len(groups) or self._scheduler.running or self._scheduler.swapped
+            self._update(open_ones, 0.0 if busy else IDLE_WAIT_S)
+        return {name: groups[name] for name, watched in open_ones.items() if not watched.settled}
+
+    def _watch(self, group: Any) -> Watched:
+        found = self._key_of(group)
+        if found is None:
+            return Watched(b"", 0.0, settled=True)
+        key, nbytes = found
+        return Watched(key, time.monotonic() + self._wait_s + nbytes / MIN_RATE_BYTES_PER_S)
+
+    def _update(self, open_ones: dict[str, Watched], wait_s: float) -> None:
+        """Ask the agent which entries are settled; without an agent nothing is worth waiting for."""
+        rows = list(open_ones.values())
+        try:
+            settled = (
+                self._client.poll([row.key for row in rows], wait_s) if self._client.running else [True] * len(rows)
+            )
+        except AgentUnavailableError:
+            settled = [True] * len(rows)
+        now_s = time.monotonic()
+        for row, is_settled in zip(rows, settled):
+            row.settled = is_settled or now_s >= row.deadline_s

@@ -1,0 +1,120 @@
+"""The equality check on a GPU: ``python -m tests.gpu.equality`` (an NVIDIA GPU with 40 GB free, the CUDA pin).
+
+Three set-ups of the real CUDA pin, CUDA graphs on: FlashAttention, xformers, and FlashAttention with chunked prefill on the
+producer and prefix caching on both sides. The model has the KV shape of an 8B model (36 layers, 8 KV heads, 128 wide,
+144 KiB a token) and random weights large enough for a wrong block to show. Every answer of the pair must equal the plain
+instance's, and decode must have computed no prompt. Prints one line a set-up; exit code 1 if one fails.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Sequence
+
+from mooncake_v0.pin.processes import Pair, PairOptions, find_free_port
+from mooncake_v0.pin.tiny_model import write_tokenizer
+from tests.e2e.asking import ask, content, counters, hits, misses, token_prompt
+
+LENGTHS = (1, 15, 16, 17, 100, 128, 511, 512, 1000, 2048, 4096, 8000)
+SETUPS: dict[str, tuple[dict[str, str], Sequence[str]]] = {
+    "flash_attn": ({"VLLM_ATTENTION_BACKEND": "FLASH_ATTN"}, ()),
+    "xformers": ({"VLLM_ATTENTION_BACKEND": "XFORMERS"}, ()),
+    "flash_attn, chunked prefill, prefix caching": (
+        {"VLLM_ATTENTION_BACKEND": "FLASH_ATTN"},
+        ("--enable-prefix-caching",),
+    ),
+}
+CHUNKED = ("--enable-chunked-prefill", "--max-num-batched-tokens", "1024")
+
+
+def make_model(folder: Path) -> str:
+    """Llama with 8B's KV shape and a narrow body, 0.9 GB."""
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    folder.mkdir(parents=True)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=1024, intermediate_size=2048, num_hidden_layers=36, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=16384, initializer_range=0.06,
+        tie_word_embeddings=False, torch_dtype="bfloat16", bos_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    set_seed(0)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    write_tokenizer(folder, 16384)
+    return str(folder)
+
+
+def make_bodies(model: str) -> list[dict[str, Any]]:
+    bodies = []
+    for index, length in enumerate(LENGTHS):
+        kind: dict[str, Any] = ({"temperature": 0}, {"temperature": 0.8, "seed": 3})[index % 2]
+        bodies.append({"model": model, "prompt": token_prompt(length, 1), "max_tokens": 12, "logprobs": 3, **kind})
+    # a long common prefix: with prefix caching only the rest is computed, or fetched
+    shared = token_prompt(2000, 2)
+    bodies += [
+        {"model": model, "prompt": shared + token_prompt(more, 3), "max_tokens": 12, "logprobs": 3, "temperature": 0}
+        for more in (1, 50, 333)
+    ]
+    return bodies
+
+
+def shift(one: list[Any], other: list[Any]) -> float:
+    pairs = zip(one[0][2]["token_logprobs"], other[0][2]["token_logprobs"])
+    return max(abs(a - b) for a, b in pairs)
+
+
+def check(name: str, model: str, folder: Path) -> bool:
+    environment, both = SETUPS[name]
+    chunked = CHUNKED if "chunked" in name else ()
+    args = ["--max-model-len", "9000", "--num-gpu-blocks-override", "6000", "--disable-log-requests", *both]
+    pair = Pair(PairOptions(model, folder, kv_buffer_size=4e9, vllm_args=args, environment=environment))
+    port = find_free_port()
+    try:
+        started = time.monotonic()
+        # one after the other: vLLM measures free GPU memory while it starts
+        pair.wait_ready(pair.start_metadata())
+        pair.wait_ready(pair.start_plain(port, chunked))
+        pair.wait_ready(pair.start_instance("prefill", chunked))
+        pair.wait_ready(pair.start_instance("decode"))
+        pair.wait_ready(pair.start_proxy())
+        pair.wait_connected()
+        bodies = make_bodies(model)
+        plain = [content(ask(f"http://127.0.0.1:{port}", body)) for body in bodies]
+        answers = [content(ask(pair.proxy_url, body)) for body in bodies]
+        found = counters(pair)
+        equal = sum(answer == expected for answer, expected in zip(answers, plain))
+        wanted = sum(body.get("n", 1) for body in bodies)
+        again = [content(ask(f"http://127.0.0.1:{port}", body)) for body in bodies]
+        print([(len(b["prompt"]), a[0][0] == c[0][0], shift(a, c)) for b, a, c in zip(bodies, answers, plain) if a != c])
+        print([(len(b["prompt"]), a[0][0] == c[0][0], shift(a, c)) for b, a, c in zip(bodies, again, plain) if a != c])
+        different = [body["prompt"][:1] + [len(body["prompt"])] for body, a, b in zip(bodies, answers, plain) if a != b]
+        result = {
+            "different": different,
+            "setup": name, "prompts": len(bodies), "equal": equal, "samples": wanted, "hits": hits(found),
+            "misses": misses(found), "read_gb": round(found.get("read_bytes", 0) / 1e9, 2),
+            "seconds": round(time.monotonic() - started),
+        }  # fmt: skip
+        print(json.dumps(result), flush=True)
+        return equal == len(bodies) and hits(found) == wanted and misses(found) == 0
+    except Exception:
+        for process in pair.processes.values():
+            print(process.name, process.log_tail(30), file=sys.stderr)
+        raise
+    finally:
+        pair.stop_all()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as root:
+        model = make_model(Path(root) / "model")
+        good = [check(name, model, Path(root) / f"run{index}") for index, name in enumerate(sys.argv[1:] or SETUPS)]
+        shutil.rmtree(model)
+    sys.exit(0 if all(good) else 1)
+
+
+if __name__ == "__main__":
+    main()

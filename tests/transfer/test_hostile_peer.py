@@ -1,0 +1,146 @@
+"""A hostile peer at the side channel: no crash, no growth, no effect on the true peer."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import socket
+from pathlib import Path
+from typing import Any, Iterator
+
+import psutil
+import pytest
+import zmq
+
+from mooncake_v0.transfer.messages import (
+    Absent,
+    Announce,
+    Confirmed,
+    Dropped,
+    Hello,
+    Message,
+    Ping,
+    Query,
+    ReadDone,
+    ReadFailed,
+    Ready,
+    Refused,
+    Welcome,
+    Withdrawn,
+    encode,
+)
+from tests.transfer.conftest import MIB, Agents, agent_pid, key, open_descriptors, wait_until
+
+
+class Evil:
+    """Unpickling this would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+@pytest.fixture(params=["prefill", "decode"])
+def attacked(request: pytest.FixtureRequest, shared_agents: Agents) -> Iterator[tuple[str, zmq.Socket[bytes]]]:
+    """The role of an agent and an unwelcome connection to its listener."""
+    client = shared_agents.prefill if request.param == "prefill" else shared_agents.decode
+    ports = client.settings.ports
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.linger = 0
+        sock.connect(f"tcp://{ports.host}:{ports.side_channel}")
+        yield request.param, sock
+
+
+def assert_unharmed(agents: Agents, seed: int) -> None:
+    """The true pair still moves entries, with the processes that it had."""
+    assert (agents.prefill.restarts, agents.decode.restarts) == (0, 0)
+    assert agents.store(seed, MIB, fill=seed % 251) in ("", "held", "exists")
+    assert agents.fetch(seed) == bytes([seed % 251]) * MIB
+
+
+def test_bytes_and_pickles_are_rejected_and_counted(
+    shared_agents: Agents, attacked: tuple[str, zmq.Socket[bytes]], tmp_path: Path
+) -> None:
+    role, sock = attacked
+    status = shared_agents.status(role)
+    assert status is not None
+    before = status.counters["rejected_messages"]
+    made = tmp_path / "made"
+    junk = [pickle.dumps(Evil(made)), b"", b"\x00" * 1000, b"\xc1", random.Random(1).randbytes(4096)]
+
+    for data in junk * 20:
+        sock.send(data)
+    sock.send_multipart([b"two", b"frames"])
+
+    wait_until(lambda: shared_agents.status(role).counters["rejected_messages"] >= before + 101)  # type: ignore[union-attr]
+    assert not made.exists()
+    assert_unharmed(shared_agents, seed=5001)
+
+
+HELLO = Hello(1, "decode", 0, 1, "forged", "1.2.3.4:5", "digest", {"model": "m"})
+OUT_OF_TURN: list[Message] = [
+    HELLO,
+    Welcome(1, "prefill", 0, 1, "forged", "1.2.3.4:5", "digest", {"model": "m"}),
+    Refused("model", "a", "b"),
+    Ping("forged"),
+    Announce(key(7), 1 << 40),
+    Ready(key(7), 1, 1 << 40, 4096, 4096),
+    Withdrawn(key(5002)),
+    ReadDone(key(5002), 1),
+    ReadFailed(key(5002), 1),
+    Confirmed(key(5002), 1, True),
+    Dropped([key(5002)]),
+    Query(key(5002)),
+    Absent(key(5002)),
+]
+
+
+def test_valid_messages_of_a_stranger_change_nothing(
+    shared_agents: Agents, attacked: tuple[str, zmq.Socket[bytes]]
+) -> None:
+    role, sock = attacked
+    assert_unharmed(shared_agents, seed=5002)
+    epochs = [shared_agents.status(side).peer_epoch for side in ("prefill", "decode")]  # type: ignore[union-attr]
+    order = random.Random(3)
+
+    for _ in range(200):
+        sock.send(encode(order.choice(OUT_OF_TURN)))
+
+    assert_unharmed(shared_agents, seed=5003)
+    assert epochs == [shared_agents.status(side).peer_epoch for side in ("prefill", "decode")]  # type: ignore[union-attr]
+    assert shared_agents.status(role).entries < 100  # type: ignore[union-attr]
+
+
+def test_a_huge_message_ends_only_its_own_connection(
+    shared_agents: Agents, attacked: tuple[str, zmq.Socket[bytes]]
+) -> None:
+    _, sock = attacked
+    pid = agent_pid(shared_agents.prefill)
+    before = psutil.Process(pid).memory_info().rss
+
+    for _ in range(5):
+        sock.send(b"\x00" * (64 * MIB))
+
+    assert_unharmed(shared_agents, seed=5004)
+    assert psutil.Process(pid).memory_info().rss - before < 32 * MIB
+
+
+def test_a_thousand_idle_connections_leave_no_trace(shared_agents: Agents) -> None:
+    ports = shared_agents.prefill.settings.ports
+    pid = agent_pid(shared_agents.prefill)
+    before = open_descriptors(pid)
+    strangers = []
+    for _ in range(1000):
+        stranger = socket.socket()
+        stranger.settimeout(5)
+        stranger.connect((ports.host, ports.side_channel))
+        strangers.append(stranger)
+
+    assert_unharmed(shared_agents, seed=5005)
+    for stranger in strangers:
+        stranger.close()
+
+    wait_until(lambda: open_descriptors(pid) <= before + 10, "descriptors of closed connections")
+    assert_unharmed(shared_agents, seed=5006)
