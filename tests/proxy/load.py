@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -90,6 +91,7 @@ class Outcome:
     latencies_s: list[float] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     refusal_latencies_s: list[float] = field(default_factory=list)
+    codes: dict[str, int] = field(default_factory=dict)  # of errors, streamed ones too
     broken: int = 0
     pieces: int = 0
     wall_s: float = 0.0
@@ -97,6 +99,12 @@ class Outcome:
     def count(self, status: int, latency_s: float) -> None:
         self.statuses[status] = self.statuses.get(status, 0) + 1
         (self.latencies_s if status == 200 else self.refusal_latencies_s).append(latency_s)
+
+    def look_for_error(self, answer: bytes) -> None:
+        found = re.search(rb'"code": "(\w+)"', answer)
+        if found is not None:
+            code = found[1].decode()
+            self.codes[code] = self.codes.get(code, 0) + 1
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -177,6 +185,7 @@ async def run_clients(
                 outcome.broken += 1
                 continue
             outcome.count(status, time.monotonic() - before_s)
+            outcome.look_for_error(bytes(connection.buffer[-600:]))
             outcome.pieces += connection.pieces
             connection.pieces = 0
         if connection is not None:
