@@ -402,7 +402,6 @@ def main(argv: list[str]) -> int:
     worker = socket.socket(fileno=worker_fd)
     worker.setblocking(False)
     pool = Pool(pool_fd, settings.pool_nbytes)
-    pool.allocate_pages()
     pool.map_pages()
     agent = Agent(settings, worker, pool)
     signal.signal(signal.SIGTERM, agent.stop)

@@ -64,6 +64,8 @@ class AgentClient:
     def __init__(self, settings: AgentSettings) -> None:
         check_engine_version()
         self.pool = Pool.create(settings.pool_nbytes)
+        self.pool.allocate_pages()
+        self.pool.map_pages()
         self.settings = replace(settings, pool_nbytes=self.pool.nbytes)
         self.restarts = 0
         self._socket: socket.socket | None = None

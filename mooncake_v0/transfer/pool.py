@@ -11,6 +11,7 @@ import bisect
 import ctypes
 import mmap
 import os
+from pathlib import Path
 
 from mooncake_v0.errors import TransferError
 
@@ -59,14 +60,32 @@ class Pool:
 
 def check_memory(nbytes: int) -> None:
     """Refuse a pool that cannot fit, before the kernel's out-of-memory killer does it in its own way."""
-    with open("/proc/meminfo") as meminfo:
-        rows = dict(line.split(":", 1) for line in meminfo)
-    available = int(rows["MemAvailable"].split()[0]) * 1024
-    if nbytes > available:
-        raise TransferError(
-            f"kv_buffer_size {nbytes} bytes does not fit: this host has {available} bytes of memory available",
-            fix="lower kv_buffer_size in --kv-transfer-config",
-        )
+    for what, available in (("this host", _host_available()), ("this container", _container_available())):
+        if available is not None and nbytes > available:
+            raise TransferError(
+                f"kv_buffer_size {nbytes} bytes does not fit: {what} has {available} bytes of memory available",
+                fix="lower kv_buffer_size in --kv-transfer-config, or give it more memory",
+            )
+
+
+def _host_available() -> int:
+    rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(rows["MemAvailable"].split()[0]) * 1024
+
+
+def _container_available(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the control group's limit leaves; None without a limit."""
+    for limit_name, used_name in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, used = (root / limit_name).read_text().strip(), int((root / used_name).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit != "max" and int(limit) < 1 << 62:
+            return int(limit) - used
+    return None
 
 
 class Allocator:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Callable
 
 import psutil
 
@@ -27,21 +28,23 @@ def read_pool(agent: psutil.Process) -> bytes:
 
 
 def first_difference(before: bytes, agent: psutil.Process) -> int:
-    """Offset of the first changed page, waiting until the entry has arrived."""
+    """Offset of the first page that is not as before."""
     page = 4096
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        after = read_pool(agent)
-        for start in range(0, len(after), page):
-            if after[start : start + page] != before[start : start + page]:
-                return start
-    raise AssertionError("nothing arrived in the pool")
+    after = read_pool(agent)
+    return next(
+        start for start in range(0, len(after), page) if after[start : start + page] != before[start : start + page]
+    )
 
 
-def flip_sign(agent: psutil.Process, offset: int) -> None:
-    """Change one byte: the high one of a bfloat16 (little endian), so its sign."""
+def overwrite_byte(agent: psutil.Process, offset: int) -> None:
+    """Change one byte: the high one of a bfloat16 (little endian), which becomes a number between 128 and 256."""
     with pool_path(agent).open("r+b") as pool:
         pool.seek(offset + 1)
-        (value,) = pool.read(1)
-        pool.seek(offset + 1)
-        pool.write(bytes([value ^ 0x80]))
+        pool.write(b"\x43")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

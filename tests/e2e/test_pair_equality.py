@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mooncake_v0.pin.processes import Pair
-from tests.e2e.agents import find_agent, first_difference, flip_sign, read_pool
+from tests.e2e.agents import find_agent, first_difference, overwrite_byte, read_pool, wait_until
 from tests.e2e.asking import ask, ask_all, content, counters, hits, misses, token_prompt
 from tests.e2e.conftest import make_pair
 
@@ -125,14 +125,15 @@ def test_prompt_logprobs_are_computed_by_decode(
 
 def test_one_corrupt_byte_in_a_stored_block_is_not_served(plain_url: str, pair: Pair, tiny_model: str) -> None:
     """Shows that the comparison above can fail: the bytes in the buffer are what decode uses."""
-    body = {"model": tiny_model, "prompt": token_prompt(300, 6), "max_tokens": 8, "temperature": 0, "logprobs": 1}
+    body = {"model": tiny_model, "prompt": token_prompt(9, 6), "max_tokens": 8, "temperature": 0, "logprobs": 1}
     expected = content(ask(plain_url, body))
     agent = find_agent(pair.processes["decode"].pid)
     before = read_pool(agent)
+    received = counters(pair)["received"]
     ask(pair.api_url("prefill"), {**body, "max_tokens": 1})
-    changed = first_difference(before, agent)
+    wait_until(lambda: counters(pair)["received"] > received)
 
-    flip_sign(agent, changed)
+    overwrite_byte(agent, first_difference(before, agent))
     first_hits = hits(counters(pair))
     answer = ask(pair.api_url("decode"), body)
 

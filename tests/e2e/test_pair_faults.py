@@ -13,7 +13,7 @@ import pytest
 
 from mooncake_v0.pin.processes import Pair
 from mooncake_v0.pin.tiny_model import make_tiny_model
-from tests.e2e.agents import find_agent
+from tests.e2e.agents import find_agent, wait_until
 from tests.e2e.asking import ask, counters, hits, texts, token_prompt
 from tests.e2e.conftest import make_pair
 
@@ -215,13 +215,6 @@ def test_a_frozen_agent_during_a_100_mb_transfer_stops_nothing(wide_pair: tuple[
     repeated = texts(ask(pair.api_url("decode"), {**body, "prompt": body["prompt"]}))
     assert answers == [repeated]
     wait_for_hit(pair, model, seed=91)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + RESUME_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def log_lines(pair: Pair, name: str) -> list[str]:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_v0.errors import TransferError
-from mooncake_v0.transfer.pool import ALIGNMENT_BYTES, Allocator, Pool
+from mooncake_v0.transfer.pool import ALIGNMENT_BYTES, Allocator, Pool, _container_available
 
 PAGE = ALIGNMENT_BYTES
 
@@ -28,6 +29,25 @@ def test_pool_is_shared_memory_of_whole_pages() -> None:
 def test_pool_larger_than_memory_is_refused_with_both_numbers() -> None:
     with pytest.raises(TransferError, match=r"kv_buffer_size 1125899906842624 bytes does not fit: .* \d+ bytes"):
         Pool.create(1 << 50)
+
+
+@pytest.mark.parametrize(
+    ("limit_file", "used_file"),
+    [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")],
+)
+def test_limit_of_a_container_is_known(tmp_path: Path, limit_file: str, used_file: str) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / limit_file).write_text("1000000\n")
+    (tmp_path / used_file).write_text("400000\n")
+
+    assert _container_available(tmp_path) == 600_000
+
+
+def test_container_without_a_limit_has_none(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+
+    assert _container_available(tmp_path) is None
 
 
 def test_allocator_gives_back_the_smallest_extent_that_fits() -> None:
