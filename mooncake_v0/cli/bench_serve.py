@@ -46,7 +46,7 @@ Examples:
 @click.option("--plain", "plain_url", metavar="URL", help="A running instance without transfer, same model.")
 @click.option("--start", "model", metavar="tiny|NAME|DIR", help="Start pair and plain instance for this model.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(1, 16), help="With --start.")
-@click.option("--kv-buffer-size", default="2e9", show_default=True, metavar="SIZE", help="With --start.")
+@click.option("--kv-buffer-size", metavar="SIZE", help="With --start.  [default: 8 of the longest prompts]")
 @click.option("--vllm-arg", "vllm_args", multiple=True, metavar="ARG", help="With --start: for all three instances.")
 @click.option(
     "--config",
@@ -85,7 +85,7 @@ def serve(
     plain_url: str | None,
     model: str | None,
     tp: int,
-    kv_buffer_size: str,
+    kv_buffer_size: str | None,
     vllm_args: tuple[str, ...],
     config_path: Path | None,
     prompt_tokens: tuple[int, ...] | None,

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from mooncake_v0.bench.serve import ServeOptions
     from mooncake_v0.pin.processes import Pair, PairOptions
 
+_PROMPTS_IN_BUFFER = 8
+_BUFFER_BYTES = 4_000_000_000  # for a model that vLLM has yet to download
+
 Status = Callable[[], "dict[str, float] | None"]  # decode's counters
 
 
@@ -26,7 +29,7 @@ class StartOptions:
 
     model: str
     tp: int
-    kv_buffer_size: str
+    kv_buffer_size: str | None
     vllm_args: Sequence[str] = field(default_factory=tuple)
     folder: Path | None = None
 
@@ -57,7 +60,6 @@ def _pair_options(start: StartOptions, options: ServeOptions, folder: Path) -> P
     import importlib.util
 
     from mooncake_v0.bench.serve import DEFAULT_PROMPT_TOKENS
-    from mooncake_v0.config.kv_transfer import parse_size_bytes
     from mooncake_v0.pin.environment import cache_folder, has_gpu
     from mooncake_v0.pin.processes import PairOptions
     from mooncake_v0.pin.tiny_model import make_tiny_model
@@ -66,9 +68,6 @@ def _pair_options(start: StartOptions, options: ServeOptions, folder: Path) -> P
         raise CouldNotCheckError(
             "vLLM is not installed in this environment", fix="run it there, or give --proxy and --plain"
         )
-    buffer_bytes = parse_size_bytes(start.kv_buffer_size)
-    if not buffer_bytes:
-        raise click.UsageError(f"--kv-buffer-size {start.kv_buffer_size!r} is not a size; write 2e9, 4GiB or bytes")
     model = str(make_tiny_model(cache_folder() / "tiny-qwen2")) if start.model == "tiny" else start.model
     longest = max(*(options.prompt_tokens or DEFAULT_PROMPT_TOKENS), options.rate_prompt_tokens) + options.output_tokens
     arguments = ["--disable-log-requests"]
@@ -84,10 +83,27 @@ def _pair_options(start: StartOptions, options: ServeOptions, folder: Path) -> P
         model,
         folder,
         tp=start.tp,
-        kv_buffer_size=buffer_bytes,
+        kv_buffer_size=_buffer_bytes(start.kv_buffer_size, model, longest),
         vllm_args=[*arguments, *start.vllm_args],
         environment=environment,
     )
+
+
+def _buffer_bytes(text: str | None, model: str, longest_tokens: int) -> int:
+    """The size asked for, or 8 of the longest prompts where the model's config.json is at hand."""
+    from mooncake_v0.bench.shapes import find_shape
+    from mooncake_v0.config.kv_transfer import parse_size_bytes
+
+    if text is None:
+        try:
+            shape = find_shape(model)
+        except CouldNotCheckError:
+            return _BUFFER_BYTES
+        return _PROMPTS_IN_BUFFER * shape.entry_bytes(shape.blocks(longest_tokens) + 1)
+    nbytes = parse_size_bytes(text)
+    if not nbytes:
+        raise click.UsageError(f"--kv-buffer-size {text!r} is not a size; write 2e9, 4GiB or bytes")
+    return nbytes
 
 
 def _pair_counters(pair: Pair, tp: int) -> dict[str, float]:
