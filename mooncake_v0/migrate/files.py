@@ -31,6 +31,8 @@ MAX_FILE_BYTES = 1_000_000
 MAX_FILES = 2000
 MAX_ALIASES = 100
 _SKIPPED_FOLDERS = frozenset([".git", "__pycache__", "node_modules", ".venv", "venv"])
+# a file without any of these words has nothing to say about a deployment, but may still be named by one that has
+_RELEVANT = re.compile(r"vllm|mooncake|kv[-_]transfer|etcd|redis|prefill|proxy|completions|architectures", re.IGNORECASE)
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 
 
@@ -92,7 +94,8 @@ class Files:
             self._scan(file)
         for file in self.files:
             before = self._counts()
-            self._read(file)
+            if _RELEVANT.search(file.text):
+                self._read(file)
             if self._counts() == before and not self._is_env_file(file):
                 self.found.note(file.place, file.path, "holds nothing of a deployment that is understood here")
         for file in self.files:

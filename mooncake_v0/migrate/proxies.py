@@ -66,7 +66,7 @@ def _script_named(path: str, scripts: Mapping[str, ProxyScript]) -> str | None:
 
 def _script(path: str, text: str, place: Place) -> ProxyScript | None:
     looks = path.endswith((".py", ".python")) or (path.startswith("configmap:") and "import" in text)
-    return parse_proxy(text, place) if looks else None
+    return parse_proxy(text, place) if looks and ("completions" in text or "prefill" in text) else None
 
 
 def _from_arguments(kind: str, invocation: Invocation, script: ProxyScript | None) -> Proxy:

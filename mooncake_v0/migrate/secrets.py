@@ -43,25 +43,14 @@ _QUERY = re.compile(rf"([?&]{_NAME}=)([^&\s'\"]+)", re.IGNORECASE)
 _SHORTEST = 4
 _LONG = 10
 # words that stand in for a secret, or that every report contains: masked where they are written as a secret only
+# fmt: off
 _WORDS = frozenset(
     [
-        "empty",
-        "dummy",
-        "none",
-        "null",
-        "true",
-        "false",
-        "required",
-        "vllm",
-        "mooncake",
-        "prefill",
-        "decode",
-        "proxy",
-        "etcd",
-        "redis",
-        "secret",
+        "empty", "dummy", "none", "null", "true", "false", "required", "vllm", "mooncake", "prefill", "decode", "proxy",
+        "etcd", "redis", "secret", "token", "tokens", "password", "bearer", "file", "model", "text", "name", "value",
     ]
 )
+# fmt: on
 
 
 def is_secret_name(name: str) -> bool:

@@ -136,7 +136,7 @@ def test_a_file_that_is_too_large_or_binary_is_listed(tmp_path: object) -> None:
 
 def test_yaml_aliases_cannot_blow_up() -> None:
     bomb = "a: &a [x]\n" + "".join(f"k{i}: &k{i} [{', '.join(['*a'] * 10)}]\n" for i in range(20))
-    report = instances("kind: x\n" + bomb).report
+    report = instances("kind: vllm\n" + bomb).report
     assert any("YAML aliases" in row["why"] for row in report.unread)
 
 
