@@ -59,7 +59,8 @@ def configuration_page() -> str:
 
 
 def findings_page() -> str:
-    found = list(explanations().values())
+    # sorted: the order of registration depends on what was imported first
+    found = sorted(explanations().values(), key=lambda item: (item.group, item.name))
     count = f"{len(found)} names"
     parts = [
         f"# Findings\n\n{count}, as `mooncake-v0 explain NAME` prints them. This page is generated from the rules.\n"
