@@ -15,7 +15,7 @@ from typing import Iterator
 
 import pytest
 
-import mooncake_v0.doctor.catalogue  # noqa: F401 - registers the checks
+import mooncake_v0.doctor.catalogue
 from mooncake_v0.config.model import Endpoint, MooncakeConfig
 from mooncake_v0.doctor.host import Host
 from mooncake_v0.doctor.report import CHECKS, Outcome, run_checks

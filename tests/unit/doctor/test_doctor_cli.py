@@ -14,10 +14,16 @@ import pytest
 
 from mooncake_v0.pin.processes import find_free_range
 from tests.servers import start_redis
+from tests.unit.config.test_online import make_device
 
 
-def write_config(folder: Path, metadata: str, base: int) -> None:
-    config = {"prefill_url": f"127.0.0.1:{base}", "decode_url": f"127.0.0.1:{base + 100}", "metadata_server": metadata}
+def write_config(folder: Path, metadata: str, base: int, **fields: str) -> None:
+    config = {
+        "prefill_url": f"127.0.0.1:{base}",
+        "decode_url": f"127.0.0.1:{base + 100}",
+        "metadata_server": metadata,
+        **fields,
+    }
     (folder / "mooncake.json").write_text(json.dumps(config))
 
 
@@ -90,3 +96,37 @@ def test_a_bundle_holds_what_support_needs_and_no_secret(tmp_path: Path) -> None
     assert "MC_MTU=4096" in texts[folder + "environment.txt"]
     assert "INFO started" in texts[folder + "logs/0-decode.log"]
     assert json.loads(texts[folder + "mooncake.json"])["prefill_url"] == "127.0.0.1:23000"
+
+
+@pytest.mark.parametrize(
+    ("state", "gids", "rule"),
+    [
+        ("1: DOWN", {0: ("::ffff:10.0.0.1", "RoCE v2")}, "online-rdma-inactive"),
+        ("4: ACTIVE", {0: ("0000:0000:0000:0000:0000:0000:0000:0000", "RoCE v2")}, "online-rdma-gid"),
+        ("", {}, "online-rdma-missing"),
+    ],
+)
+def test_rdma_trouble_is_named(tmp_path: Path, state: str, gids: dict[int, tuple[str, str]], rule: str) -> None:
+    redis = start_redis(tmp_path)
+    write_config(tmp_path, redis.url, find_free_range(150), protocol="rdma", device_name="mlx5_0")
+    if state:
+        make_device(tmp_path / "sys", "mlx5_0", state=state, gids=gids)
+    done = doctor(tmp_path, "mooncake.json", "--role", "prefill", "--sysfs", str(tmp_path / "sys"), "--format", "json")
+    redis.stop()
+    assert done.returncode == 1
+    assert rule in [row["check"] for row in json.loads(done.stdout)["results"] if row["status"] == "error"]
+
+
+def test_no_colour_goes_into_a_pipe_or_where_none_is_wanted(tmp_path: Path) -> None:
+    piped = doctor(tmp_path, "--only", "engine-variables", MC_MTU="9")
+    assert "\x1b" not in piped.stdout + piped.stderr
+    command = f"{sys.executable} -m mooncake_v0 doctor --only engine-variables"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "MC_MTU": "9", "TERM": "xterm"}
+    environment.pop("NO_COLOR", None)
+    terminal = ["script", "-qec", f"{command} 2> err", "/dev/null"]
+    coloured = subprocess.run(terminal, cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    assert b"\x1b[31m" in coloured.stdout
+    plain = subprocess.run(
+        terminal, cwd=tmp_path, env={**environment, "NO_COLOR": "1"}, capture_output=True, timeout=60
+    )
+    assert b"\x1b" not in plain.stdout

@@ -71,6 +71,8 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if os.geteuid():
+        pytest.skip("network namespaces need root")
     made = Hosts(f"{os.getpid() % 100000}", tmp_path_factory.mktemp("hosts"))
     with ExitStack() as stack:
         for name in made.names.values():
