@@ -27,8 +27,9 @@ class Prompt:
 class Answer:
     """One streamed answer. Times in seconds; gaps_s between consecutive pieces; error is empty when it came to its end.
 
-    lost_tokens: vllm 0.6.4.post1 may swap pieces of a stream and lose those behind its end, when its start took longer
-    than 5 s (several loops then read one socket; fixed in 0.6.5 by pull request 10802). Such an answer has its latencies.
+    lost_tokens: vllm 0.6.4.post1 starts one more reader of the engine's output socket for every 5 s that its start takes
+    (engine/multiprocessing/client.py:258, entrypoints/openai/api_server.py:205; mended later by its pull request 10802), so
+    that pieces of a stream may swap, and those behind its end be lost. Such an answer still has its latencies.
     """
 
     started_s: float
