@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Coroutine
@@ -66,6 +67,7 @@ class Proxy:
         self.started_at = time.time()
         self.upstream: Upstream | None = None
         self.relay: Relay | None = None
+        self._log_writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="access-log")
         self._tasks: list[asyncio.Task[None]] = []
         self._probers: dict[str, list[asyncio.Task[None]]] = {}
         self._key_files_seen: dict[Path, float] = {}
@@ -94,6 +96,7 @@ class Proxy:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.upstream is not None:
             await self.upstream.close()
+        self._log_writer.shutdown()
         self.access_log.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -112,7 +115,7 @@ class Proxy:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            self.access_log.flush()
+            self.access_log.flush(self._log_writer)
             self._read_changed_keys()
 
     # keys

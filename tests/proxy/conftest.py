@@ -76,6 +76,7 @@ class Running:
         await eventually(lambda: all(i.state == "up" for p in self.proxy.balancer.pairs.values() for i in p.instances))
 
     def log_lines(self) -> list[dict[str, Any]]:
+        self.proxy.access_log.flush_now()
         return [json.loads(line) for line in self.log.getvalue().splitlines()]
 
 

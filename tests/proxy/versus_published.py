@@ -54,13 +54,22 @@ async def wait_for_port(port: int) -> None:
     raise TimeoutError(f"nothing listens on port {port}")
 
 
-async def measure(url: str, decode_url: str) -> dict[str, float]:
-    """One round: medians in ms, throughput in requests a second."""
-    one = await run_clients(url, clients=1, requests=300)
-    many = await run_clients(url, clients=CLIENTS, requests=3000)
-    streams = await run_clients(url, clients=CLIENTS, requests=600, stream=True)
-    direct = await run_clients(decode_url, clients=1, requests=300)
-    direct_many = await run_clients(decode_url, clients=CLIENTS, requests=3000)
+def processor_s(pid: int) -> float:
+    """Processor time that a process has used: what its one core could not do otherwise, however busy the machine is."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(url: str, decode_url: str, pid: int, requests: int) -> dict[str, float]:
+    """One round: medians in ms, throughput in requests a second, processor time in ms a request."""
+    one = await run_clients(url, clients=1, requests=requests // 10)
+    before_s = processor_s(pid)
+    many = await run_clients(url, clients=CLIENTS, requests=requests)
+    json_s = processor_s(pid) - before_s
+    streams = await run_clients(url, clients=CLIENTS, requests=requests // 5, stream=True)
+    stream_s = processor_s(pid) - before_s - json_s
+    direct = await run_clients(decode_url, clients=1, requests=requests // 10)
+    direct_many = await run_clients(decode_url, clients=CLIENTS, requests=requests)
     assert one.broken + many.broken + streams.broken == 0
     added_ms = (percentile(one.latencies_s, 0.5) - 2 * percentile(direct.latencies_s, 0.5)) * 1000
     added_many_ms = (percentile(many.latencies_s, 0.5) - 2 * percentile(direct_many.latencies_s, 0.5)) * 1000
@@ -69,6 +78,8 @@ async def measure(url: str, decode_url: str) -> dict[str, float]:
         f"added_ms_{CLIENTS}_clients": added_many_ms,
         f"requests_per_s_{CLIENTS}_clients": rate(many),
         f"streams_per_s_{CLIENTS}_clients": rate(streams),
+        "processor_ms_a_request": json_s / requests * 1000,
+        "processor_ms_a_stream": stream_s / (requests // 5) * 1000,
     }
 
 
@@ -76,7 +87,7 @@ def rate(outcome: Outcome) -> float:
     return len(outcome.latencies_s) / outcome.wall_s
 
 
-async def compare(rounds: int, folder: Path) -> dict[str, Any]:
+async def compare(rounds: int, requests: int, folder: Path) -> dict[str, Any]:
     os.sched_setaffinity(0, {0})
     _, prefill_url = await quick_backend()
     _, decode_url = await quick_backend()
@@ -94,8 +105,9 @@ async def compare(rounds: int, folder: Path) -> dict[str, Any]:
             await wait_for_port(port)
         await asyncio.sleep(1)
         for _ in range(rounds):
-            for name, port in ports.items():
-                seen[name].append(await measure(f"http://127.0.0.1:{port}", decode_url))
+            for (name, port), process in zip(ports.items(), processes):
+                url = f"http://127.0.0.1:{port}"
+                seen[name].append(await measure(url, decode_url, process.pid, requests))
     finally:
         for process in processes:
             process.terminate()
@@ -110,11 +122,12 @@ async def compare(rounds: int, folder: Path) -> dict[str, Any]:
 
 @click.command(help=__doc__)
 @click.option("--rounds", default=5, show_default=True)
-def main(rounds: int) -> None:
+@click.option("--requests", default=3000, show_default=True)
+def main(rounds: int, requests: int) -> None:
     import uvloop
 
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(uvloop.run(compare(rounds, Path(folder))), indent=1))
+        print(json.dumps(uvloop.run(compare(rounds, requests, Path(folder))), indent=1))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from mooncake_v0.errors import CouldNotCheckError, ProxyError
+from mooncake_v0.proxy.access_log import AccessLog
 from mooncake_v0.proxy.guard import Cut, Watchdog
 from mooncake_v0.proxy.headers import forwarded, request_id_of, returned
 from mooncake_v0.proxy.keys import Keys, read_key_file
 from mooncake_v0.proxy.pair_source import FileSource, Follower, check_url
+from mooncake_v0.proxy.record import Record
 from mooncake_v0.proxy.relay import RetryBudget
 from mooncake_v0.proxy.settings import PairSpec
 
@@ -156,3 +161,42 @@ def test_retries_are_a_fifth_of_the_requests_and_a_few() -> None:
 
     assert at_once == 3
     assert 19 <= later <= 20
+
+
+class SlowDisk(io.StringIO):
+    """A stream whose writes wait until they are let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_through = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.let_through.wait(10)
+        return super().write(text)
+
+
+def test_slow_disk_holds_up_no_request_and_loses_no_line() -> None:
+    disk = SlowDisk()
+    log = AccessLog(disk)
+    with ThreadPoolExecutor(max_workers=1) as writer:
+        for number in range(100):
+            log.write(Record(f"r{number}", "/v1/completions"))
+            log.flush(writer)  # returns though the disk has taken nothing yet
+        disk.let_through.set()
+    log.close()
+
+    assert [json.loads(line)["request_id"] for line in disk.getvalue().splitlines()] == [f"r{n}" for n in range(100)]
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_full_disk_does_not_end_the_service(caplog: pytest.LogCaptureFixture) -> None:
+    log = AccessLog(FullDisk())
+    log.write(Record("r", "/v1/completions"))
+
+    log.close()
+
+    assert "1 lines of the access log are lost" in caplog.text
