@@ -1,8 +1,6 @@
-"""The gateway in a thread of another process: what a transfer agent starts for its engine.
+"""The gateway in a thread of this process, for programs that hold no engine: benchmarks, the demo, tests.
 
-An agent whose mooncake.json names a store that the engine cannot speak to itself (redis, an etcd cluster, credentials)
-calls `start_gateway_thread` before it initialises the engine, gives the engine the handle's `url`, and calls `close` after
-the engine is gone.
+An engine in the same process would wait for it in vain, holding the GIL: `gateway_process` is for those.
 """
 
 from __future__ import annotations

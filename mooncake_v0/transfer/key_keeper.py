@@ -14,7 +14,7 @@ import threading
 import time
 
 from mooncake_v0.errors import EngineError, MetadataError, MooncakeV0Error
-from mooncake_v0.metadata.gateway import GatewayThread, start_gateway_thread
+from mooncake_v0.metadata.gateway_process import GatewayProcess, start_gateway_process
 from mooncake_v0.metadata.registry import REFRESH_S, InstanceRecord, find, refresh, register, unregister
 from mooncake_v0.metadata.store import MetadataStore, open_store
 
@@ -31,7 +31,7 @@ class KeyKeeper:
         self._url = metadata_url
         self._record = record
         self._store: MetadataStore | None = None
-        self._gateway: GatewayThread | None = None
+        self._gateway: GatewayProcess | None = None
         self._kept: dict[str, bytes] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keys", daemon=True)
@@ -52,7 +52,7 @@ class KeyKeeper:
 
     def open_gateway(self) -> str:
         """Start the private gateway over a store that the engine cannot use itself; its URL."""
-        self._gateway = start_gateway_thread(self._url)
+        self._gateway = start_gateway_process(self._url)
         return self._gateway.url
 
     def fetch_descriptor(self) -> bytes | None:
@@ -90,6 +90,8 @@ class KeyKeeper:
         next_refresh_s = 0.0
         while not self._stop.is_set():
             try:
+                if self._gateway is not None:
+                    self._gateway.ensure_alive()
                 self._check_keys()
                 if time.monotonic() >= next_refresh_s:
                     self._write_record(first=not next_refresh_s)
