@@ -17,92 +17,20 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Sequence
 
 from mooncake_v0.errors import MooncakeV0Error
 from mooncake_v0.metadata.gateway import start_gateway_thread
 from mooncake_v0.pin.environment import cache_folder
 from mooncake_v0.pin.processes import Pair, find_free_port
 from mooncake_v0.pin.tiny_model import make_tiny_model
-from tests import servers
 from tests.e2e.asking import ask, content, counters, hits, misses, token_prompt
 from tests.e2e.conftest import make_pair
 from tests.engine_child import Engine, free_name
+from tests.metadata_backends import BACKENDS, start_backend
 
-Fault = Callable[[Pair, str], None]
 COMMAND = (sys.executable, "-m", "mooncake_v0", "metadata")
-
-
-class Backends:
-    """Starts a store by name; gives its URL for mooncake.json and what goes wrong during the run."""
-
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
-        self._stack = stack
-        self._folder = folder
-        self._count = 0
-
-    def start(self, name: str) -> tuple[str, Fault]:
-        self._count += 1
-        folder = self._folder / f"{self._count}-store"
-        folder.mkdir()
-        url, fault = getattr(self, name.replace("-", "_"))(folder)
-        return url, fault
-
-    def gateway_memory(self, folder: Path) -> tuple[str, Fault]:
-        return self._serve("memory:"), no_fault
-
-    def gateway_sqlite(self, folder: Path) -> tuple[str, Fault]:
-        return self._serve(f"sqlite:///{folder}/keys.db"), no_fault
-
-    def wheel_server(self, folder: Path) -> tuple[str, Fault]:
-        return self._keep(servers.start_wheel_server(folder)).url, no_fault
-
-    def etcd(self, folder: Path) -> tuple[str, Fault]:
-        return self._keep(servers.start_etcd(folder)).url, no_fault
-
-    def etcd_member_killed(self, folder: Path) -> tuple[str, Fault]:
-        members = [self._keep(member) for member in servers.start_etcd_cluster(folder, 3)]
-        return members[0].url, lambda pair, name: members[0].kill()
-
-    def etcd_auth_tls(self, folder: Path) -> tuple[str, Fault]:
-        certificates = servers.make_certificates(folder)
-        return self._keep(servers.start_etcd_auth_tls(folder, certificates)).url, no_fault
-
-    def redis(self, folder: Path) -> tuple[str, Fault]:
-        url = self._keep(servers.start_redis(folder)).url
-        return url, lambda pair, name: kill_three_and_prune(pair, url)
-
-    def redis_acl_tls(self, folder: Path) -> tuple[str, Fault]:
-        certificates = servers.make_certificates(folder)
-        return self._keep(servers.start_redis_acl_tls(folder, certificates)).url, no_fault
-
-    def redis_restarted(self, folder: Path) -> tuple[str, Fault]:
-        server = self._keep(servers.start_redis(folder))
-
-        def restart(pair: Pair, name: str) -> None:
-            server.kill()
-            ask_and_compare(pair, name + " while redis is away")
-            server.start()  # empty: the agents write their keys again
-            servers.wait_until(lambda: _segment_count(server.url) == 2, "the keys in the new redis", 30)
-
-        return server.url, restart
-
-    def _serve(self, store: str) -> str:
-        gateway = start_gateway_thread(store, is_private=False)
-        self._stack.callback(gateway.close)
-        return gateway.url
-
-    def _keep(self, server: servers.Server) -> servers.Server:
-        self._stack.callback(server.stop)
-        return server
-
-
-ALL = [name.replace("_", "-") for name in vars(Backends) if not name.startswith("_") and name != "start"]
 PLAIN: dict[str, str] = {}
-
-
-def no_fault(pair: Pair, name: str) -> None:
-    """Nothing goes wrong."""
 
 
 def ask_and_compare(pair: Pair, name: str) -> None:
@@ -115,11 +43,6 @@ def ask_and_compare(pair: Pair, name: str) -> None:
     after = counters(pair)
     found = (hits(after) - hits(before), misses(after) - misses(before))
     assert found == (3, 0), f"{name}: hits and misses {found}"
-
-
-def _segment_count(url: str) -> int:
-    done = subprocess.run([*COMMAND, "ls", url, "--format", "json"], capture_output=True, timeout=60)
-    return len(json.loads(done.stdout)["segments"]) if done.returncode == 0 else 0
 
 
 def kill_three_and_prune(pair: Pair, url: str) -> None:
@@ -146,13 +69,17 @@ def kill_three_and_prune(pair: Pair, url: str) -> None:
 def run(name: str, model: str, folder: Path) -> None:
     started = time.monotonic()
     with ExitStack() as stack:
-        url, fault = Backends(stack, folder).start(name)
-        pair = make_pair(model, folder / "pair", url)
+        backend = start_backend(name, folder, stack)
+        pair = make_pair(model, folder / "pair", backend.url)
         stack.callback(pair.stop_all)
         pair.start_all()
         pair.wait_connected()
         ask_and_compare(pair, name)
-        fault(pair, name)
+        backend.fail()
+        ask_and_compare(pair, name + " during its fault")
+        backend.recover()
+        if name == "redis":
+            kill_three_and_prune(pair, backend.url)
         ask_and_compare(pair, name + " afterwards")
     print(f"{name}: good, {time.monotonic() - started:.0f} s", flush=True)
 
@@ -167,7 +94,7 @@ def main(names: Sequence[str]) -> int:
         port = find_free_port()
         plain.wait_ready(plain.start_plain(port))
         PLAIN["url"] = f"http://127.0.0.1:{port}"
-        for name in names or ALL:
+        for name in names or BACKENDS:
             (folder / name).mkdir()
             try:
                 run(name, model, folder / name)
