@@ -19,6 +19,7 @@ from mooncake_v0.errors import ERROR, WARNING, Diagnostic
 
 # the peer's machine may come up later than this one; its own rules say so, and it is no reason not to start
 NOT_BLOCKING = ("online-peer-silent",)
+ENVIRONMENT_CHECKS = ("plugin-variables", "own-variables")
 
 
 def check(
@@ -53,7 +54,22 @@ def _on_this_host(
     found = [
         replace(item, severity=WARNING) if item.rule in NOT_BLOCKING else item for item in findings(facts, checked)
     ]
+    found += _environment()
     return found + [_busy_api(instance) for instance in instances if _is_busy(instance.api_host, instance.api_port)]
+
+
+def _environment() -> list[Diagnostic]:
+    """Variables of this shell that keep the plugin out of vLLM, or that name files which cannot be read."""
+    import mooncake_v0.doctor.catalogue  # noqa: F401 - registers the checks
+    from mooncake_v0.doctor.host import Host
+    from mooncake_v0.doctor.report import run_checks
+
+    results = run_checks(Host(), ENVIRONMENT_CHECKS)
+    return [
+        Diagnostic(result.check, result.outcome.status, "environment", result.outcome.what, result.outcome.fix)
+        for result in results
+        if result.outcome.status in (ERROR, WARNING)
+    ]
 
 
 def _busy_api(instance: Instance) -> Diagnostic:

@@ -143,6 +143,13 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert "Traceback" not in done.stderr
 
 
+def test_a_secret_that_cannot_be_read_keeps_it_from_starting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_V0_SECRET_FILE", "/nowhere/secret")
+    done = launch(folder, "prefill", "mooncake.json", "--model", "m")
+    assert done.returncode == 1
+    assert "MOONCAKE_V0_SECRET_FILE names a file that cannot be read: No such file" in done.stderr
+
+
 # --- running ----------------------------------------------------------------------------------------------------------
 
 DRIVER = """
