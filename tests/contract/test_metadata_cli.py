@@ -120,7 +120,11 @@ def test_prune_removes_nothing_unless_told(
 def test_prune_removes_what_it_asked_about_after_a_yes(url: str, living_and_dead: tuple[str, list[str]]) -> None:
     code, out, err = run("prune", url, stdin=b"y\n")
 
-    assert (code, "remove the keys of 2 dead segments?" in err, out.splitlines()[-1]) == (0, True, "removed 6 keys")
+    assert (code, "remove the keys of 2 dead segments?" in err, out.splitlines()[-1].strip()) == (
+        0,
+        True,
+        "removed 6 keys",
+    )
 
 
 def test_check_explains_and_says_so_in_its_exit_code(url: str, living_and_dead: tuple[str, list[str]]) -> None:
