@@ -279,7 +279,7 @@ def _waits(http: Http) -> bool:
     http.socket.settimeout(0.3)
     try:
         http.socket.recv(1, socket.MSG_PEEK)
-    except socket.timeout:  # noqa: UP041 - another class before Python 3.10
+    except socket.timeout:  # TimeoutError itself only since Python 3.10
         return True
     finally:
         http.socket.settimeout(10)
