@@ -37,6 +37,21 @@ async def ask_all(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> l
         return list(await asyncio.gather(*(one(body) for body in bodies)))
 
 
+async def stream_all(url: str, bodies: Sequence[dict[str, Any]]) -> list[str]:
+    """The concatenated text of each body's stream, all at once."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
+
+        async def one(body: dict[str, Any]) -> str:
+            parts = []
+            async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as answer:
+                async for line in answer.content:
+                    if line.startswith(b"data: {"):
+                        parts.append(json.loads(line[6:])["choices"][0]["text"])
+            return "".join(parts)
+
+        return list(await asyncio.gather(*(one(body) for body in bodies)))
+
+
 def content(answer: dict[str, Any]) -> list[Any]:
     """Everything of an answer that must be equal: texts, tokens, logprobs, reasons and usage."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])

@@ -10,7 +10,7 @@ import pytest
 
 from mooncake_v0.pin.processes import Pair
 from tests.e2e.agents import find_agent, first_difference, overwrite_byte, read_pool, wait_until
-from tests.e2e.asking import ask, ask_all, content, counters, hits, misses, token_prompt
+from tests.e2e.asking import ask, ask_all, content, counters, hits, misses, stream_all, token_prompt
 from tests.e2e.conftest import make_pair
 
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 64, 100, 127, 128, 129, 200, 255, 256, 300, 400, 512, 513, 640, 777)
@@ -82,6 +82,18 @@ def test_sixteen_clients_get_equal_answers_and_hits(plain_url: str, pair: Pair, 
     assert hits(after) - hits(before) >= 0.95 * len(bodies)
 
 
+def test_streamed_text_is_the_text_of_one_piece(pair: Pair, tiny_model: str) -> None:
+    """The pin alone swaps streamed tokens when loading took more than five seconds (vllm_plugin/output_reader.py)."""
+    bodies = [
+        {"model": tiny_model, "prompt": token_prompt(50 + i, 8), "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        for i in range(8)
+    ]
+
+    streamed = asyncio.run(stream_all(pair.proxy_url, bodies))
+
+    assert streamed == [ask(pair.proxy_url, body)["choices"][0]["text"] for body in bodies]
+
+
 def test_identical_prompts_at_once_all_hit_and_are_moved_once(plain_url: str, pair: Pair, tiny_model: str) -> None:
     body = {"model": tiny_model, "prompt": token_prompt(700, 4), "max_tokens": 6, "temperature": 0, "logprobs": 1}
     before = counters(pair)
@@ -129,9 +141,9 @@ def test_one_corrupt_byte_in_a_stored_block_is_not_served(plain_url: str, pair: 
     expected = content(ask(plain_url, body))
     agent = find_agent(pair.processes["decode"].pid)
     before = read_pool(agent)
-    received = counters(pair)["received"]
+    received = counters(pair).get("received", 0.0)
     ask(pair.api_url("prefill"), {**body, "max_tokens": 1})
-    wait_until(lambda: counters(pair)["received"] > received)
+    wait_until(lambda: counters(pair).get("received", 0.0) > received)
 
     overwrite_byte(agent, first_difference(before, agent))
     first_hits = hits(counters(pair))
