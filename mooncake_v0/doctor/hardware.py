@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Iterator
 
 from mooncake_v0.doctor.host import Host
-from mooncake_v0.doctor.report import ERROR, INFO, OK, SKIPPED, Outcome, check
+from mooncake_v0.doctor.report import ERROR, INFO, OK, SKIPPED, WARNING, Outcome, check
 
 GIB = 1 << 30
 GPU_QUERY = "index,name,memory.total,memory.used"
@@ -30,6 +30,23 @@ def host_memory(host: Host) -> Iterator[Outcome]:
         yield Outcome(ERROR, what, line, fix)
     else:
         yield Outcome(OK, f"the lookup buffers need {_gib(needed)}, {_gib(available)} are available")
+
+
+@check(WARNING)
+def memory_kills(host: Host) -> Iterator[Outcome]:
+    """The kernel ended processes because memory ran out. vLLM then only says that its engine process died.
+
+    The count is of the whole host since it booted. Model weights pass through host memory while they are loaded, and the
+    lookup buffers stay in it.
+    """
+    counters = dict(line.split() for line in (host.proc / "vmstat").read_text(encoding="ascii").splitlines())
+    number = int(counters.get("oom_kill", "0"))
+    if number:
+        what = f"the kernel ended {number} processes for lack of memory since this host booted"
+        fix = "see which; give the host more memory, or a smaller kv_buffer_size"
+        yield Outcome(WARNING, what, f"oom_kill {number}", fix, "dmesg -T | grep -i 'killed process'")
+    else:
+        yield Outcome(OK, "no process was ended for lack of memory since this host booted")
 
 
 @dataclass(frozen=True)

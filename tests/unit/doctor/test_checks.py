@@ -252,6 +252,16 @@ def test_buffers_larger_than_memory_are_named_with_both_numbers() -> None:
     assert "2097152.0 GiB" in found.what
 
 
+@pytest.mark.parametrize(("kills", "status"), [(0, "ok"), (3, "warning")])
+def test_processes_that_the_kernel_ended_for_lack_of_memory_are_counted(
+    tmp_path: Path, kills: int, status: str
+) -> None:
+    (tmp_path / "vmstat").write_text(f"nr_free_pages 1234\noom_kill {kills}\n")
+    found = only(host_with(proc=tmp_path), "memory-kills")
+    assert found.status == status
+    assert (str(kills) in found.what) == (status == "warning")
+
+
 @pytest.mark.parametrize(("used_mib", "status"), [(1000, "ok"), (30000, "error")])
 def test_a_gpu_that_others_use_is_named_with_a_share_that_fits(tmp_path: Path, used_mib: int, status: str) -> None:
     # no GPU here: nvidia-smi's documented csv output is written by a script
