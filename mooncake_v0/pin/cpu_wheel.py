@@ -12,6 +12,7 @@ oneDNN from the network and refuse a CUDA torch; seven C++ files compiled for AV
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -50,11 +51,13 @@ setup(
 
 
 def find_index_url() -> str:
-    """The package index that pip is configured for."""
+    """The package index that pip is configured for, or pip's default."""
     asked = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.index-url"], capture_output=True, text=True
     )
-    return asked.stdout.strip() or "https://pypi.org/simple"
+    from pip._internal.models.index import PyPI
+
+    return os.environ.get("PIP_INDEX_URL") or asked.stdout.strip() or str(PyPI.simple_url)
 
 
 def unpack_archive(folder: Path) -> Path:

@@ -8,24 +8,22 @@ try ends the reader of the one before. Called only where a KV transfer is config
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import Any, Callable
+
+from mooncake_v0.vllm_plugin.wrapping import wrap_once
 
 
 def patch_output_reader() -> None:
     """Wrap MQLLMEngineClient.setup; safe to call again."""
-    from vllm.engine.multiprocessing import client
+    from vllm.engine.multiprocessing.client import MQLLMEngineClient
 
-    client_class: Any = client.MQLLMEngineClient
-    if getattr(client_class, "_mooncake_v0_patched", False):
-        return
-    client_class._mooncake_v0_patched = True
-    original = client_class.setup
+    wrap_once(MQLLMEngineClient, "setup", _with_one_reader)
 
-    @functools.wraps(original)
+
+def _with_one_reader(original: Callable[..., Any]) -> Callable[..., Any]:
     async def setup(self: Any) -> None:
         if self.output_loop is not None:
             self.output_loop.cancel()
         await original(self)
 
-    client_class.setup = setup
+    return setup

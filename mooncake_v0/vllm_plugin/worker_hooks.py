@@ -32,6 +32,7 @@ from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig
 from mooncake_v0.vllm_plugin.metrics import WorkerMetrics
 from mooncake_v0.vllm_plugin.parking import ParkingLot
 from mooncake_v0.vllm_plugin.plugin_logging import set_up_logging
+from mooncake_v0.vllm_plugin.wrapping import call_after, wrap_once
 
 logger = logging.getLogger(__name__)
 
@@ -44,35 +45,29 @@ DEFAULT_TTL_S = 480.0  # as V1's VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
 
 def patch_worker_wrapper() -> None:
     """Wrap WorkerWrapperBase.init_worker; safe to call again."""
-    from vllm.worker import worker_base
+    from vllm.worker.worker_base import WorkerWrapperBase
 
-    wrapper: Any = worker_base.WorkerWrapperBase
-    if getattr(wrapper, "_mooncake_v0_patched", False):
-        return
-    wrapper._mooncake_v0_patched = True
-    original = wrapper.init_worker
+    wrap_once(WorkerWrapperBase, "init_worker", _with_transfer)
 
-    @functools.wraps(original)
+
+def _with_transfer(original: Callable[..., None]) -> Callable[..., None]:
     def init_worker(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         vllm_config = kwargs.get("vllm_config") or (args[0] if args else None)
         if getattr(vllm_config, "kv_transfer_config", None) is not None:
             WorkerTransfer(self.worker, vllm_config).install()
 
-    wrapper.init_worker = init_worker
+    return init_worker
 
 
 def patch_llm_engine() -> None:
     """Wrap LLMEngine.__init__: where the driver's worker is in the same process, its transfer sees the scheduler."""
-    from vllm.engine import llm_engine
+    from vllm.engine.llm_engine import LLMEngine
 
-    engine_class: Any = llm_engine.LLMEngine
-    if getattr(engine_class, "_mooncake_v0_patched", False):
-        return
-    engine_class._mooncake_v0_patched = True
-    original = engine_class.__init__
+    wrap_once(LLMEngine, "__init__", _with_parking)
 
-    @functools.wraps(original)
+
+def _with_parking(original: Callable[..., None]) -> Callable[..., None]:
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         worker = getattr(getattr(self.model_executor, "driver_worker", None), "worker", None)
@@ -81,7 +76,7 @@ def patch_llm_engine() -> None:
             for scheduler in self.scheduler:
                 transfer.attach_scheduler(scheduler)
 
-    engine_class.__init__ = initialise
+    return initialise
 
 
 class WorkerTransfer:
@@ -101,8 +96,8 @@ class WorkerTransfer:
     def install(self) -> None:
         worker, runner = self.worker, self.worker.model_runner
         worker.mooncake_v0 = self
-        _wrap(worker, "load_model", after=lambda _: self._hook_model())
-        _wrap(worker, "initialize_cache", after=lambda _: self._start())
+        wrap_once(worker, "load_model", call_after(self._hook_model))
+        wrap_once(worker, "initialize_cache", call_after(self._start))
         runner.prepare_model_input = self._planning(runner.prepare_model_input)
         runner.make_model_input_from_broadcasted_tensor_dict = self._plan_from_broadcast(
             runner.make_model_input_from_broadcasted_tensor_dict
@@ -291,18 +286,6 @@ class WorkerTransfer:
                 raise
             producer.store(reserved, hidden_states)
         return hidden_states
-
-
-def _wrap(target: Any, name: str, *, after: Callable[[Any], None]) -> None:
-    original = getattr(target, name)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        after(result)
-        return result
-
-    setattr(target, name, wrapped)
 
 
 def _group_agreement(tp_size: int) -> Callable[[bool], bool]:
