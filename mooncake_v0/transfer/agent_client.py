@@ -214,19 +214,33 @@ class AgentClient:
     def _watch(self, sock: socket.socket) -> None:
         """Until the agent has ended, or a call gave it up. Calls reach it from its first message on."""
         assert self._process is not None
-        sock.settimeout(_START_S)
-        with contextlib.suppress(OSError):
-            if sock.recv(MAX_MESSAGE_BYTES):
-                self._socket = sock
-        while self._process.poll() is None and self._socket is not None:
+        if self._hears_from(sock):
+            self._socket = sock
+        while self._process.poll() is None and self._socket is not None and not self._closing.is_set():
             self._closing.wait(_WATCH_S)
-        self._hang_up()
+        self._socket = None
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
         if self._closing.is_set():
             self._wait_for_exit()
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
         sock.close()
+
+    def _hears_from(self, sock: socket.socket) -> bool:
+        """Wait for a new agent's first message; False if it dies, takes too long or is not wanted any more."""
+        assert self._process is not None
+        deadline_s = time.monotonic() + _START_S
+        sock.settimeout(_WATCH_S)
+        while self._process.poll() is None and not self._closing.is_set() and time.monotonic() < deadline_s:
+            try:
+                return bool(sock.recv(MAX_MESSAGE_BYTES))
+            except socket.timeout:  # not yet TimeoutError on Python 3.9
+                continue
+            except OSError:
+                break
+        return False
 
     def _wait_for_exit(self) -> None:
         assert self._process is not None

@@ -132,7 +132,12 @@ class MooncakeEngine:
         Raises EngineError. After a time-out the bytes may still arrive later: the region must not be reused.
         """
         assert nbytes > 0, "a read of no bytes aborts the process on rdma"
-        code = self._engine.transfer_sync_read(segment_name, local_address, remote_address, nbytes)
+        try:
+            code = self._engine.transfer_sync_read(segment_name, local_address, remote_address, nbytes)
+        except RuntimeError as error:  # a value of the wrong JSON type under the peer's key
+            raise EngineError(
+                f"read from segment {segment_name!r} failed: {error}", fix="run `mooncake-v0 metadata check`"
+            ) from error
         if code != 0:
             raise EngineError(
                 f"read of {nbytes} bytes from segment {segment_name!r} failed: engine returned {code}",

@@ -3,7 +3,10 @@
 Three set-ups of the real CUDA pin, CUDA graphs on: FlashAttention, xformers, and FlashAttention with chunked prefill on the
 producer and prefix caching on both sides. The model has the KV shape of an 8B model (36 layers, 8 KV heads, 128 wide,
 144 KiB a token) and random weights large enough for a wrong block to show. Every answer of the pair must equal the plain
-instance's, and decode must have computed no prompt. Prints one line a set-up; exit code 1 if one fails.
+instance's, and decode must have computed no prompt. Behind a prefix-cache hit vLLM itself is not reproducible to the last bit
+(it computes the rest with another kernel), so there the pair must be as near to the plain instance as that one's second
+answer is to its first. Samples (n > 1) are left out: the plain instance computes their prompts in one batch, with other
+rounding. Prints one line a set-up; exit code 1 if one fails. Names of set-ups as arguments run only those.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import json
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -70,11 +72,11 @@ def shift(one: list[Any], other: list[Any]) -> float:
 def check(name: str, model: str, folder: Path) -> bool:
     environment, both = SETUPS[name]
     chunked = CHUNKED if "chunked" in name else ()
+    # a fixed number of blocks: vLLM counts what other processes hold on the GPU as its own
     args = ["--max-model-len", "9000", "--num-gpu-blocks-override", "6000", "--disable-log-requests", *both]
     pair = Pair(PairOptions(model, folder, kv_buffer_size=4e9, vllm_args=args, environment=environment))
     port = find_free_port()
     try:
-        started = time.monotonic()
         # one after the other: vLLM measures free GPU memory while it starts
         pair.wait_ready(pair.start_metadata())
         pair.wait_ready(pair.start_plain(port, chunked))
@@ -82,30 +84,38 @@ def check(name: str, model: str, folder: Path) -> bool:
         pair.wait_ready(pair.start_instance("decode"))
         pair.wait_ready(pair.start_proxy())
         pair.wait_connected()
-        bodies = make_bodies(model)
-        plain = [content(ask(f"http://127.0.0.1:{port}", body)) for body in bodies]
-        answers = [content(ask(pair.proxy_url, body)) for body in bodies]
-        found = counters(pair)
-        equal = sum(answer == expected for answer, expected in zip(answers, plain))
-        wanted = sum(body.get("n", 1) for body in bodies)
-        again = [content(ask(f"http://127.0.0.1:{port}", body)) for body in bodies]
-        print([(len(b["prompt"]), a[0][0] == c[0][0], shift(a, c)) for b, a, c in zip(bodies, answers, plain) if a != c])
-        print([(len(b["prompt"]), a[0][0] == c[0][0], shift(a, c)) for b, a, c in zip(bodies, again, plain) if a != c])
-        different = [body["prompt"][:1] + [len(body["prompt"])] for body, a, b in zip(bodies, answers, plain) if a != b]
-        result = {
-            "different": different,
-            "setup": name, "prompts": len(bodies), "equal": equal, "samples": wanted, "hits": hits(found),
-            "misses": misses(found), "read_gb": round(found.get("read_bytes", 0) / 1e9, 2),
-            "seconds": round(time.monotonic() - started),
-        }  # fmt: skip
-        print(json.dumps(result), flush=True)
-        return equal == len(bodies) and hits(found) == wanted and misses(found) == 0
-    except Exception:
-        for process in pair.processes.values():
-            print(process.name, process.log_tail(30), file=sys.stderr)
-        raise
+        return compare(name, pair, f"http://127.0.0.1:{port}", make_bodies(model))
     finally:
         pair.stop_all()
+
+
+def compare(name: str, pair: Pair, plain_url: str, bodies: list[dict[str, Any]]) -> bool:
+    """Every answer is equal, or, behind a prefix-cache hit, as near as the plain instance's second answer is to its first."""
+    plain, again = ([content(ask(plain_url, body)) for body in bodies] for _ in range(2))
+    answers = [content(ask(pair.proxy_url, body)) for body in bodies]
+    found = counters(pair)
+    shifts = [shift(answer, expected) for answer, expected in zip(answers, plain)]
+    own_shift = max(shift(one, other) for one, other in zip(again, plain))
+    equal = [answer == expected for answer, expected in zip(answers, plain)]
+    result = {
+        "setup": name,
+        "prompts": len(bodies),
+        "equal": sum(equal),
+        "largest logprob shift": max(shifts),
+        "plain instance's own shift when asked twice": own_shift,
+        "hits": hits(found),
+        "misses": misses(found),
+        "read_gb": round(found.get("read_bytes", 0.0) / 1e9, 2),
+    }
+    print(json.dumps(result), flush=True)
+    fresh = all(equal[: len(LENGTHS)])
+    return fresh and max(shifts) <= own_shift and hits(found) == len(bodies) and misses(found) == 0
+
+
+def shift(one: list[Any], other: list[Any]) -> float:
+    """The largest difference of two answers' token logprobs."""
+    pairs = zip(one[0][2]["token_logprobs"], other[0][2]["token_logprobs"])
+    return max(abs(a - b) for a, b in pairs)
 
 
 def main() -> None:

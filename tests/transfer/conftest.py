@@ -124,7 +124,7 @@ def make_agents(metadata_url: str) -> Iterator[MakeAgents]:
     pids = [agent_pid(client) for client in started]
     for client in started:
         client.close()
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "agents end with their workers")
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), f"agents end with their workers: {pids}")
 
 
 @pytest.fixture

@@ -208,6 +208,17 @@ def test_agents_end_with_their_worker_and_remove_their_keys(make_agents: MakeAge
     wait_until(lambda: agents.decode.restarts == 1)
 
 
+def test_client_that_is_closed_while_its_agent_starts_leaves_no_process(make_agents: MakeAgents) -> None:
+    agents = make_agents()
+    started = time.monotonic()
+
+    agents.prefill.close()
+    agents.decode.close()
+
+    assert time.monotonic() - started < 10.0
+    assert not any(client._supervisor.is_alive() for client in (agents.prefill, agents.decode))
+
+
 def test_vanished_keys_are_written_again(agents: Agents, metadata_url: str) -> None:
     store = open_store(metadata_url)
     name = f"mooncake/ram/{agents.prefill.settings.ports.segment_name}"
