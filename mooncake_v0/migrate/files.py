@@ -32,7 +32,9 @@ MAX_FILES = 2000
 MAX_ALIASES = 100
 _SKIPPED_FOLDERS = frozenset([".git", "__pycache__", "node_modules", ".venv", "venv"])
 # a file without any of these words has nothing to say about a deployment, but may still be named by one that has
-_RELEVANT = re.compile(r"vllm|mooncake|kv[-_]transfer|etcd|redis|prefill|proxy|completions|architectures", re.IGNORECASE)
+_RELEVANT = re.compile(
+    r"vllm|mooncake|kv[-_]transfer|etcd|redis|prefill|proxy|completions|architectures", re.IGNORECASE
+)
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 
 

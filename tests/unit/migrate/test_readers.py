@@ -9,9 +9,9 @@ import pytest
 
 import mooncake_v0.migrate
 from mooncake_v0.migrate.compose import interpolate
-from mooncake_v0.migrate.instances import split_address
 from mooncake_v0.migrate.docker import parse_docker_run
 from mooncake_v0.migrate.env_files import looks_like_env_file, parse_env_file
+from mooncake_v0.migrate.instances import split_address
 from mooncake_v0.migrate.json_values import parse_mooncake_json, parse_object
 from mooncake_v0.migrate.records import Place
 from mooncake_v0.migrate.report import Migration, build
