@@ -64,11 +64,6 @@ def make_bodies(model: str) -> list[dict[str, Any]]:
     return bodies
 
 
-def shift(one: list[Any], other: list[Any]) -> float:
-    pairs = zip(one[0][2]["token_logprobs"], other[0][2]["token_logprobs"])
-    return max(abs(a - b) for a, b in pairs)
-
-
 def check(name: str, model: str, folder: Path) -> bool:
     environment, both = SETUPS[name]
     chunked = CHUNKED if "chunked" in name else ()
