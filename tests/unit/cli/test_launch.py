@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Iterator
 
 import pytest
 
@@ -162,7 +164,7 @@ from mooncake_v0.errors import CouldNotCheckError
 
 def server(name, port):
     code = f"import http.server as h; h.test(h.SimpleHTTPRequestHandler, port={port}, bind='127.0.0.1')"
-    return Command(name, (sys.executable, "-c", code), {}, f"http://127.0.0.1:{port}/")
+    return Command(name, (sys.executable, "-c", code), {}, f"http://127.0.0.1:{sys.argv[3] or port}/")
 
 commands = [server(f"server{n}", port) for n, port in enumerate(json.loads(sys.argv[1]))]
 try:
@@ -177,15 +179,23 @@ except CouldNotCheckError as error:
 """
 
 
-def start_driver(folder: Path, ports: list[int], timeout_s: float = 30) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, json.dumps(ports), str(timeout_s)],
+@contextmanager
+def start_driver(
+    folder: Path, ports: list[int], timeout_s: float = 30, ready_port: str = ""
+) -> Iterator[subprocess.Popen[str]]:
+    """ready_port: asked in place of the servers' own ports."""
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER, json.dumps(ports), str(timeout_s), ready_port],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
+    ) as driver:
+        try:
+            yield driver
+        finally:
+            driver.terminate()  # where a test has failed; it ends its servers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -222,7 +232,7 @@ def test_a_port_that_is_taken_shows_the_childs_own_message(tmp_path: Path) -> No
 
 
 def test_a_process_that_does_not_serve_in_time_is_named(tmp_path: Path) -> None:
-    with start_driver(tmp_path, free_ports(1), timeout_s=0.01) as driver:
+    with start_driver(tmp_path, free_ports(1), timeout_s=0.01, ready_port="1") as driver:
         said, _ = driver.communicate(timeout=30)
     assert said.startswith("server0 does not serve after 0 s")
 
