@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,21 @@ def test_only_the_command_line_prints() -> None:
 
 def test_package_root_imports_nothing() -> None:
     assert imported_modules(ROOT / "__init__.py") == set()
+
+
+FORBIDDEN = [r"recv_pyobj", r"send_pyobj", r"torch\.load\(", r"tcp://\*", r"""bind\([^)]*(0\.0\.0\.0|["']\*["'])"""]
+
+
+@pytest.mark.parametrize("pattern", FORBIDDEN)
+def test_nothing_is_unpickled_from_a_socket_or_bound_to_all_addresses(pattern: str) -> None:
+    found = [path.name for path in SOURCES if re.search(pattern, path.read_text())]
+
+    assert [name for name in found if name != "upstream_peer.py"] == []
+
+
+def test_every_host_option_defaults_to_loopback() -> None:
+    text = "\n".join(path.read_text() for path in (ROOT / "cli").glob("*.py"))
+
+    defaults = re.findall(r'"--[a-z-]*host",\s*default="([^"]*)"', text)
+
+    assert defaults and set(defaults) == {"127.0.0.1"}

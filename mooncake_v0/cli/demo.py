@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -43,7 +45,8 @@ def demo(model: str | None, tp: int, metadata: str | None, keep: bool, folder: P
     signal.signal(signal.SIGTERM, _interrupt)
     with contextlib.ExitStack() as stack:
         if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-v0-demo-")))
+            folder = Path(tempfile.mkdtemp(prefix="mooncake-v0-demo-"))
+            stack.push(functools.partial(_remove_unless_failed, folder))
         pair = Pair(_options(model, tp, metadata, folder))
         stack.callback(_stop, pair)
         with _progress() as show:
@@ -143,7 +146,7 @@ def _stream(url: str, body: dict[str, Any], text_of: Any) -> Answer:
                 continue
             chunk = json.loads(line[6:])
             if "error" in chunk:
-                raise CouldNotCheckError(f"the pair answered {chunk['error']}", fix="see the logs with --folder DIR")
+                raise CouldNotCheckError(f"the pair answered {chunk['error']}", fix="see decode.log")
             text = text_of(chunk["choices"][0]) if chunk.get("choices") else ""
             if text and not first_s:
                 first_s = time.monotonic() - started
@@ -171,7 +174,7 @@ def _show_transfer(pair: Pair, tp: int) -> None:
         f"({counters.get('hit_tokens', 0.0) / tp:.0f} tokens it did not compute)"
     )
     if misses or not hits:
-        raise click.ClickException("decode computed a prompt itself; run again with --folder DIR and see decode.log")
+        raise click.ClickException("decode computed a prompt itself; see decode.log")
 
 
 def _keep_running(pair: Pair, model: str) -> None:
@@ -181,6 +184,14 @@ def _keep_running(pair: Pair, model: str) -> None:
     while all(process.popen.poll() is None for process in pair.processes.values()):
         time.sleep(0.5)
     raise click.ClickException("a process of the pair has ended")
+
+
+def _remove_unless_failed(folder: Path, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
+    """After a failure the logs are what the user needs."""
+    if kind is None or issubclass(kind, (KeyboardInterrupt, SystemExit)):
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        click.echo(f"logs are in {folder}", err=True)
 
 
 def _stop(pair: Pair) -> None:

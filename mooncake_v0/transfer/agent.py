@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -53,12 +54,13 @@ from mooncake_v0.transfer.messages import (
 from mooncake_v0.transfer.peer import PING_EVERY_S, Peer, disagreement, explain_disagreement
 from mooncake_v0.transfer.pool import Pool
 from mooncake_v0.transfer.prefill_side import PrefillSide
-from mooncake_v0.transfer.side_channel import SideChannel
+from mooncake_v0.transfer.side_channel import SideChannel, resolve
 
 logger = logging.getLogger("mooncake_v0.agent")
 
 TICK_S = 0.25
 REFUSED_RETRY_S = 2.0
+RESOLVE_EVERY_S = 2.0
 TAKEN_FOR_S = 3 * PING_EVERY_S
 STUCK_READ_S = 15.0  # only a connect to a host that drops packets lasts longer (133 s); nothing can interrupt it
 EXIT_REPLACE_ME = 75
@@ -83,6 +85,9 @@ class Agent:
         self._engine = EngineThread(self._engine_opener())
         self._poller = zmq.Poller()
         self._next_hello_s = 0.0
+        self._next_resolve_s = 0.0
+        self._resolver = ThreadPoolExecutor(1, "resolver")
+        self._resolving: Future[str] | None = None
         self._side: PrefillSide | DecodeSide
         if settings.role == "prefill":
             self._side = PrefillSide(self._buffer, self._peer, pool.address, self._send)
@@ -205,7 +210,7 @@ class Agent:
         )
 
     def _listen(self) -> None:
-        """Bind the side channel, and dial the peer from decode; tried again on every tick until it works."""
+        """Bind the side channel, then dial the peer from decode; tried again on every tick until it works."""
         if self._channel.listener is None:
             ports = self.settings.ports
             try:
@@ -216,13 +221,7 @@ class Agent:
             self._poller.register(self._channel.listener, zmq.POLLIN)
             self._engine.start()
         if self.settings.role == "decode" and self._channel.dialer is None:
-            peer = self.settings.config.ports("prefill", self.settings.rank)
-            try:
-                self._channel.dial(peer.host, peer.side_channel)
-            except TransferError as error:
-                self._peer.report(str(error))
-                return
-            self._poller.register(self._channel.dialer, zmq.POLLIN)
+            self._follow_peer()
 
     def _call_peer(self, now_s: float) -> None:
         """Decode keeps the conversation going: a Hello until it is welcome, then pings."""
@@ -233,6 +232,29 @@ class Agent:
         elif self.engine_state == READY and now_s >= self._next_hello_s:
             self._next_hello_s = now_s + PING_EVERY_S
             self._channel.send(self._hello())
+            if now_s >= self._next_resolve_s:
+                self._next_resolve_s = now_s + RESOLVE_EVERY_S
+                self._follow_peer()
+
+    def _follow_peer(self) -> None:
+        """Ask again for the peer's address; in a thread, since a name server may take seconds to say nothing."""
+        peer = self.settings.config.ports("prefill", self.settings.rank)
+        if self._resolving is None:
+            self._resolving = self._resolver.submit(resolve, peer.host)
+        elif self._resolving.done():
+            asked, self._resolving = self._resolving, None
+            try:
+                self._connect_to(asked.result(), peer.side_channel)
+            except TransferError as error:
+                self._peer.report(str(error))
+
+    def _connect_to(self, ip: str, port: int) -> None:
+        if self._channel.dialer is not None:
+            self._channel.follow(ip, port)
+            return
+        self._channel.dial(ip, port)
+        assert self._channel.dialer is not None
+        self._poller.register(self._channel.dialer, zmq.POLLIN)
 
     def _serve_peer(self) -> None:
         for identity, message in self._channel.receive():

@@ -36,6 +36,7 @@ class SideChannel:
         self.listener: zmq.Socket[bytes] | None = None
         self.dialer: zmq.Socket[bytes] | None = None
         self.rejected = 0  # messages that were not ours
+        self._dialed = ""
 
     def bind(self, host: str, port: int) -> None:
         """Listen for peers and status requests; TransferError when the address is not ours or taken."""
@@ -63,8 +64,18 @@ class SideChannel:
         if self._secret is not None:
             dialer.curve_serverkey, _ = _curve_pair(self._secret, b"server")
             dialer.curve_publickey, dialer.curve_secretkey = _curve_pair(self._secret, b"client")
-        dialer.connect(f"tcp://{resolve(host)}:{port}")
+        self._dialed = f"tcp://{resolve(host)}:{port}"
+        dialer.connect(self._dialed)
         self.dialer = dialer
+
+    def follow(self, ip: str, port: int) -> None:
+        """Connect to the peer's new address, if it has one now (a pod that was started again elsewhere)."""
+        address = f"tcp://{ip}:{port}"
+        if self.dialer is not None and address != self._dialed:
+            logger.info("the peer is now at %s", address)
+            self.dialer.disconnect(self._dialed)
+            self.dialer.connect(address)
+            self._dialed = address
 
     def send(self, message: Message, identity: bytes | None = None) -> None:
         """To the connected listener, or to the peer with this identity at our listener. Dropped when it is gone."""

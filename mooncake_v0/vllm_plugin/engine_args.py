@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import os
+from pathlib import Path
 from typing import Any, Callable
 
 from mooncake_v0.config.load import load_config
@@ -120,6 +121,7 @@ def _prepare(engine_args: Any, config: KVTransferConfig) -> KVTransferConfig:
         raise UnsupportedError("VLLM_USE_V1=1 selects vLLM's unfinished V1 engine", fix="unset VLLM_USE_V1")
     _refuse_arguments(engine_args)
     mooncake = _load_mooncake_config(engine_args.tensor_parallel_size)
+    _check_secret()
     if not config.is_producer and engine_args.enable_chunked_prefill is not False:
         if engine_args.enable_chunked_prefill:
             logger.warning("chunked prefill is switched off: a kv_consumer takes a prompt's KV as a whole")
@@ -142,6 +144,22 @@ def _load_mooncake_config(tensor_parallel_size: int) -> MooncakeConfig:
         return load_config(path, tensor_parallel_size=tensor_parallel_size)
     except CouldNotCheckError as error:
         raise ConfigError(f"MOONCAKE_CONFIG_PATH={path!r}: {error.what}", fix=error.fix) from error
+
+
+def _check_secret() -> None:
+    """An agent that cannot read the shared secret would only say so after the model is loaded."""
+    path = os.environ.get("MOONCAKE_V0_SECRET_FILE")
+    if path is None:
+        return
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"MOONCAKE_V0_SECRET_FILE={path!r} cannot be read: {error.strerror}",
+            fix="name a file that the server's user may read, with the same content on both sides, or unset it",
+        ) from None
+    if not secret:
+        raise ConfigError(f"MOONCAKE_V0_SECRET_FILE={path!r} is empty", fix="write a long random secret into it")
 
 
 def _refuse_arguments(engine_args: Any) -> None:

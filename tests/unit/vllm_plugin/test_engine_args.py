@@ -136,6 +136,19 @@ def test_a_missing_config_path_is_named(model: str, monkeypatch: pytest.MonkeyPa
         engine_args(model, kv_transfer_config=transfer("kv_producer")).create_engine_config()
 
 
+@pytest.mark.parametrize(("content", "reason"), [(None, "cannot be read"), ("\n", "is empty")])
+def test_an_unusable_secret_is_named_at_the_start(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None, reason: str
+) -> None:
+    secret = tmp_path / "secret"
+    monkeypatch.setenv("MOONCAKE_V0_SECRET_FILE", str(secret))
+    if content is not None:
+        secret.write_text(content)
+
+    with pytest.raises(ConfigError, match=reason):
+        engine_args(model, kv_transfer_config=transfer("kv_producer")).create_engine_config()
+
+
 def test_an_unreadable_config_is_named_and_ends_a_server_without_traceback(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
