@@ -150,7 +150,7 @@ def _deployments(living: Sequence[Segment]) -> Iterator[Diagnostic]:
     if len(names) > 1:
         yield Diagnostic(
             "metadata-several-deployments",
-            WARNING,
+            INFO,
             "the store",
             f"{len(names)} deployments share it ({', '.join(name[:12] for name in names)}): the engine's keys have no "
             "prefix per deployment, so two with the same address would overwrite each other",
