@@ -178,8 +178,3 @@ class PrefillSide:
             self._unpin(key)
             if key not in self._held_by_peer:
                 self._send(Withdrawn(key))
-
-
-def is_refusal(reason: str) -> bool:
-    """Whether a reason in Reserved means that the peer will not have the entry."""
-    return reason not in ("", HELD_BY_PEER, EXISTS)

@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Mapping
 
 from mooncake_v0.config.model import MooncakeConfig, Role
@@ -42,10 +42,6 @@ class KVTransferConfig:
     @property
     def is_producer(self) -> bool:
         return self.kv_role == "kv_producer"
-
-    def as_cli_value(self) -> str:
-        raw = asdict(self)
-        return json.dumps({name: raw[name] for name in _USER_FIELDS})
 
 
 _USER_FIELDS = tuple(field.name for field in fields(KVTransferConfig) if field.name not in ("mooncake", "api_url"))

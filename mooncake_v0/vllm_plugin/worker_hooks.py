@@ -92,6 +92,7 @@ class WorkerTransfer:
         self.consumer: Consumer | None = None
         self._fingerprint = b""
         self._plan: TransferPlan | None = None
+        self._agree = _group_agreement(vllm_config.parallel_config.tensor_parallel_size)
 
     def install(self) -> None:
         worker, runner = self.worker, self.worker.model_runner
@@ -163,7 +164,7 @@ class WorkerTransfer:
                 hidden_dtype=dtype,
                 count=metrics.count,
                 wait_s=_seconds("MOONCAKE_V0_WAIT_S", DEFAULT_WAIT_S),
-                agree=_group_agreement(self.vllm_config.parallel_config.tensor_parallel_size),
+                agree=self._agree,
             )
         logger.info(
             "KV transfer as %s: %d bytes of KV a block, buffer of %d bytes in host memory",
@@ -268,8 +269,11 @@ class WorkerTransfer:
                 return original(*args, **kwargs)
             if self.producer is not None:
                 return self._forward_and_store(self.producer, plan, original, args, kwargs)
-            assert self.consumer is not None
-            hidden_states = self.consumer.receive(plan)
+            hidden_states = None
+            if self.consumer is not None:
+                hidden_states = self.consumer.receive(plan)
+            elif not self.config.is_producer and plan.complete:
+                self._agree(False)  # this rank has no transfer, and the others wait for its vote
             return original(*args, **kwargs) if hidden_states is None else hidden_states
 
         return forward
@@ -293,9 +297,9 @@ def _group_agreement(tp_size: int) -> Callable[[bool], bool]:
     if tp_size == 1:
         return lambda here: here
 
-    from vllm.distributed.parallel_state import get_tp_group
-
     def agree(here: bool) -> bool:
+        from vllm.distributed.parallel_state import get_tp_group
+
         vote = torch.tensor([int(here)])
         torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
         return bool(vote.item())
