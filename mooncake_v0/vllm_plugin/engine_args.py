@@ -122,15 +122,24 @@ def _prepare(engine_args: Any, config: KVTransferConfig) -> KVTransferConfig:
     _refuse_arguments(engine_args)
     mooncake = _load_mooncake_config(engine_args.tensor_parallel_size)
     _check_secret()
-    if not config.is_producer and engine_args.enable_chunked_prefill is not False:
-        if engine_args.enable_chunked_prefill:
-            logger.warning("chunked prefill is switched off: a kv_consumer takes a prompt's KV as a whole")
-        engine_args.enable_chunked_prefill = False
+    if not config.is_producer:
+        _switch_chunked_prefill_off(engine_args)
     api_host, api_port = getattr(engine_args, _FROM_CLI, (None, None))
     if api_host in (None, "", "0.0.0.0", "::"):
         api_host = mooncake.endpoint(config.role).host
     api_url = f"http://{api_host}:{api_port}" if api_port else None
     return dataclasses.replace(config, mooncake=mooncake, api_url=api_url)
+
+
+def _switch_chunked_prefill_off(engine_args: Any) -> None:
+    """A consumer takes a prompt's KV as a whole. What was given as the size of a chunk would then be refused by vLLM."""
+    if engine_args.enable_chunked_prefill:
+        logger.warning("chunked prefill is switched off: a kv_consumer takes a prompt's KV as a whole")
+        chunk, longest = engine_args.max_num_batched_tokens, engine_args.max_model_len
+        if chunk is not None and (longest is None or chunk < longest):
+            logger.warning("--max-num-batched-tokens %d is ignored: without chunks a batch must hold a prompt", chunk)
+            engine_args.max_num_batched_tokens = None
+    engine_args.enable_chunked_prefill = False
 
 
 def _load_mooncake_config(tensor_parallel_size: int) -> MooncakeConfig:
@@ -179,6 +188,13 @@ def _refuse_arguments(engine_args: Any) -> None:
         raise UnsupportedError(
             "speculative decoding with KV transfer: the draft model's KV is not transferred",
             fix="remove --speculative-model",
+        )
+    adapters = "--enable-lora" if engine_args.enable_lora else "--enable-prompt-adapter"
+    if engine_args.enable_prefix_caching and (engine_args.enable_lora or engine_args.enable_prompt_adapter):
+        raise UnsupportedError(
+            f"{adapters} with --enable-prefix-caching and KV transfer: the prefix cache of this vLLM does not tell adapters "
+            "apart, and the wrong blocks would be moved",
+            fix=f"remove --enable-prefix-caching or {adapters}",
         )
     if engine_args.num_scheduler_steps > 1:
         raise UnsupportedError(

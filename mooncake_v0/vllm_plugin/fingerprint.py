@@ -13,6 +13,7 @@ import torch
 from mooncake_v0.kv.layout import KVLayout
 
 _SAMPLES = 16  # elements of each parameter
+_ADAPTER_FILES = ("adapter_*", "new_embeddings.*")  # lora/models.py from_local_checkpoint, prompt_adapter/utils.py
 _VOLATILE = ("_name_or_path", "transformers_version", "architectures_override", "_attn_implementation_autoset")
 
 
@@ -61,20 +62,35 @@ def adapter_identity(lora_request: Any, prompt_adapter_request: Any) -> bytes:
         return b""
     parts = []
     if lora_request is not None:
-        parts.append(_folder_digest(lora_request.lora_path))
+        parts.append(_folder_digest(lora_request.lora_path, lora_request.lora_int_id))
     if prompt_adapter_request is not None:
-        parts.append("prompt:" + _folder_digest(prompt_adapter_request.prompt_adapter_local_path))
+        path, number = prompt_adapter_request.prompt_adapter_local_path, prompt_adapter_request.prompt_adapter_id
+        parts.append("prompt:" + _folder_digest(path, number))
     return "|".join(parts).encode()
 
 
-@functools.lru_cache(maxsize=1024)
-def _folder_digest(path: str) -> str:
-    """Hash of an adapter's files; their content, since the two sides may have them under different names."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return path
+@functools.lru_cache(maxsize=4096)
+def _folder_digest(path: str, number: int) -> str:
+    """Hash of the files that vLLM loads of an adapter; their content, since the two sides may have other names for it.
+
+    number: vLLM's own for this load of the adapter. An adapter that is unloaded and loaded again, perhaps with other
+    weights under the same path, has another number and is hashed again.
+    """
+    from vllm.lora.utils import get_adapter_absolute_path
+
+    try:
+        digest = _digest_files(Path(get_adapter_absolute_path(path)))
+    except OSError:  # not there, not readable, or a name that the hub does not answer for: vLLM will say so
+        digest = ""
+    return digest or f"{path}#{number}"
+
+
+def _digest_files(folder: Path) -> str:
+    """Empty for a folder without an adapter."""
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("adapter_*")):
-        digest.update(file.name.encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    files = sorted(file for pattern in _ADAPTER_FILES for file in folder.glob(pattern))
+    for file in files:
+        content = file.read_bytes()
+        digest.update(f"{file.name}:{len(content)}:".encode())
+        digest.update(content)
+    return digest.hexdigest() if files else ""

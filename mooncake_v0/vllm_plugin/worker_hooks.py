@@ -151,7 +151,7 @@ class WorkerTransfer:
         atexit.register(self.client.close)
 
     def _make_connector(self, client: AgentClient, layout: KVLayout, model_config: Any) -> None:
-        hidden_size, dtype, metrics = model_config.get_hidden_size(), model_config.dtype, WorkerMetrics()
+        hidden_size, dtype, metrics = _row_size(model_config), model_config.dtype, WorkerMetrics()
         if layout.device.type == "cuda":
             _page_lock(client.pool.address, client.pool.nbytes)
         if self.config.is_producer:
@@ -288,8 +288,30 @@ class WorkerTransfer:
             except BaseException:
                 producer.abort(reserved)
                 raise
-            producer.store(reserved, hidden_states)
+            if hidden_states.shape[1:] == (producer.hidden_size,) and hidden_states.dtype == producer.hidden_dtype:
+                producer.store(reserved, hidden_states)
+            else:
+                self._refuse_output(producer, reserved, hidden_states)
         return hidden_states
+
+    def _refuse_output(self, producer: Producer, reserved: list[tuple[PromptPlan, int]], output: torch.Tensor) -> None:
+        """The model returns something else than one row of the expected size for each token: it computes alone."""
+        producer.abort(reserved)
+        producer.count("skipped_model_output", len(reserved))
+        self.producer = None
+        logger.error(
+            "no KV transfer: the model returns %s of %s, not rows of %d %s",
+            tuple(output.shape),
+            output.dtype,
+            producer.hidden_size,
+            producer.hidden_dtype,
+        )
+
+
+def _row_size(model_config: Any) -> int:
+    """Width of what the model's forward returns; OPT may project it down from its hidden size (models/opt.py)."""
+    projected = getattr(model_config.hf_text_config, "word_embed_proj_dim", None)
+    return int(projected or model_config.get_hidden_size())
 
 
 def _group_agreement(tp_size: int) -> Callable[[bool], bool]:

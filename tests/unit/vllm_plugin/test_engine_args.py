@@ -111,6 +111,8 @@ def test_a_wrong_value_ends_the_command_line_with_one_message(
         ({"speculative_model": "[ngram]", "num_speculative_tokens": 2, "ngram_prompt_lookup_max": 2}, "speculative"),
         ({"tensor_parallel_size": 32}, "16 ranks"),
         ({"task": "embedding"}, "embedding"),
+        ({"enable_lora": True, "enable_prefix_caching": True}, "--enable-lora with --enable-prefix-caching"),
+        ({"enable_prompt_adapter": True, "enable_prefix_caching": True}, "does not tell adapters apart"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -127,6 +129,45 @@ def test_a_consumer_has_no_chunked_prefill_and_a_producer_keeps_it(model: str) -
 
     assert consumer.create_engine_config().scheduler_config.chunked_prefill_enabled is False
     assert producer.create_engine_config().scheduler_config.chunked_prefill_enabled is True
+
+
+def test_a_chunk_size_given_to_both_sides_does_not_stop_a_consumer(model: str) -> None:
+    """Without chunks vLLM refuses a batch that is smaller than the longest prompt."""
+    chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": 512}
+    consumer = engine_args(model, kv_transfer_config=transfer("kv_consumer"), **chunked).create_engine_config()
+    producer = engine_args(model, kv_transfer_config=transfer("kv_producer"), **chunked).create_engine_config()
+
+    assert consumer.scheduler_config.max_num_batched_tokens == 2048
+    assert producer.scheduler_config.max_num_batched_tokens == 512
+
+
+def test_a_batch_size_that_holds_every_prompt_is_kept(model: str) -> None:
+    args = engine_args(
+        model,
+        kv_transfer_config=transfer("kv_consumer"),
+        enable_chunked_prefill=True,
+        max_num_batched_tokens=3000,
+    )
+
+    assert args.create_engine_config().scheduler_config.max_num_batched_tokens == 3000
+
+
+OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "bart": ({"architectures": ["BartForConditionalGeneration"], "model_type": "bart"}, "encoder-decoder"),
+    "mamba": ({"architectures": ["MambaForCausalLM"], "model_type": "mamba", "vocab_size": 512}, "recurrent state"),
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_models_whose_state_is_not_a_kv_cache_are_refused(name: str, role: str, tmp_path: Path) -> None:
+    config, reason = OTHER_MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = engine_args(str(tmp_path), kv_transfer_config=transfer(role), tokenizer=str(tmp_path))
+    args.max_model_len = 512
+
+    with pytest.raises(UnsupportedError, match=reason):
+        args.create_engine_config()
 
 
 def test_a_missing_config_path_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

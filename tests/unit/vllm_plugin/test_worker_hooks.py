@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig
@@ -51,3 +53,39 @@ def test_rank_without_transfer_runs_the_forward_and_votes_where_the_others_do(
 
     assert result == "computed"
     assert cast == votes
+
+
+class ProducerWithoutAgent:
+    """Records what a step did with its entries; stands for `kv.connector.Producer`, which needs an agent."""
+
+    hidden_size, hidden_dtype = 4, torch.float32
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.client = SimpleNamespace(step=nullcontext)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.calls.append(name) or []
+
+
+@pytest.mark.parametrize(
+    ("output", "calls"),
+    [
+        (torch.zeros(1, 4), ["reserve", "store"]),
+        (torch.zeros(1, 8), ["reserve", "abort", "count"]),
+        (torch.zeros(1, 4, dtype=torch.bfloat16), ["reserve", "abort", "count"]),
+        (torch.zeros(1, 4, 1), ["reserve", "abort", "count"]),
+    ],
+    ids=["rows", "wider rows", "another type", "three dimensions"],
+)
+def test_output_that_is_not_the_expected_rows_is_returned_and_not_stored(
+    output: torch.Tensor, calls: list[str]
+) -> None:
+    transfer, _ = transfer_without_agent("kv_producer")
+    producer: Any = ProducerWithoutAgent()
+    transfer.producer = producer
+    transfer._plan = PLAN
+
+    assert transfer._forward(lambda *args, **kwargs: output)("input") is output
+    assert producer.calls == calls
+    assert (transfer.producer is None) == ("abort" in calls)
