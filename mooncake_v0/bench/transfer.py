@@ -5,7 +5,7 @@ ratios are medians of the rounds' own ratios. A first, untimed round moves an en
 bytes on both sides. Two figures for our path::
 
     transfer         from the commit on prefill until the bytes are in decode's own memory: its pool, or its paged cache
-                     where it maps the producer's pool (shm, cuda_ipc), which copies nothing before
+                     where it maps the producer's pool (shm), which copies nothing before
     cache to cache   from the start of the gather on prefill until decode's paged cache is filled
 """
 
@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
-from mooncake_v0.bench import transports
 from mooncake_v0.bench.child import Child
 from mooncake_v0.bench.shapes import BLOCK_TOKENS, KVShape
 from mooncake_v0.bench.transfer_report import Report, Samples, make_report
 from mooncake_v0.bench.upstream import MEMORY_COPIES, UpstreamPipe
 from mooncake_v0.errors import CouldNotCheckError
 from mooncake_v0.metadata.gateway import start_gateway_thread
+from mooncake_v0.transfer.agent_settings import AUTO
 
 DEFAULT_PROMPT_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 PORTS = 230  # in a row, free: our pair, the raw engines, upstream's pair
@@ -56,8 +56,6 @@ class TransferOptions:
 
 def measure(options: TransferOptions, progress: Progress) -> Report:
     """Run a sweep for each transport. Raises CouldNotCheckError if a part of it cannot run, with the reason."""
-    for name in options.transports:
-        transports.check_available(name)
     samples: list[Samples] = []
     notes: list[str] = []
     gateway = start_gateway_thread("memory:", is_private=False)
@@ -208,7 +206,7 @@ class Sweep:
 
     def _wait_for_peer(self) -> None:
         until_s = time.monotonic() + _CONNECT_S
-        for side in (self._decode, self._prefill):
+        for side in (self._prefill, self._decode):
             while not (found := side.ask("peer")):
                 if time.monotonic() > until_s:
                     raise CouldNotCheckError(
@@ -216,7 +214,7 @@ class Sweep:
                     )
                 time.sleep(0.05)
             self._transport = found
-        if self._asked_transport not in (transports.AUTO, self._transport):
+        if self._asked_transport not in (AUTO, self._transport):
             raise CouldNotCheckError(
                 f"the agents use {self._transport!r} where {self._asked_transport!r} was asked for",
                 fix=f"see why in the logs in {self.options.folder}, or use --transport auto",

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from mooncake_v0.bench import transports
 from mooncake_v0.bench.child import Parent
 from mooncake_v0.bench.shapes import BLOCK_TOKENS, KVShape
 from mooncake_v0.config.model import Endpoint, MooncakeConfig, Role
@@ -27,10 +26,10 @@ from mooncake_v0.errors import AgentUnavailableError, CouldNotCheckError, Transf
 from mooncake_v0.kv.connector import Consumer, Producer, pack_block_ids
 from mooncake_v0.kv.layout import KVLayout
 from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan
-from mooncake_v0.transfer.agent_client import AgentClient
+from mooncake_v0.transfer.agent_client import AgentClient, PageLocks
 from mooncake_v0.transfer.agent_settings import AgentSettings
 from mooncake_v0.transfer.engine import EngineSettings, MooncakeEngine
-from mooncake_v0.transfer.pool import ALIGNMENT_BYTES
+from mooncake_v0.transfer.pool import ALIGNMENT_BYTES, Pool
 
 WAIT_S = 60.0
 _DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
@@ -43,7 +42,6 @@ class Worker:
         self._parent = parent
         self._reserved: list[tuple[PromptPlan, int]] = []
         self._engine: MooncakeEngine | None = None
-        self._transport = ""
 
     def open(
         self,
@@ -62,9 +60,8 @@ class Worker:
             Endpoint(**config["prefill"]), Endpoint(**config["decode"]), config["metadata_server"], "tcp"
         )
         pool_nbytes = self.shape.entry_bytes(blocks) + ALIGNMENT_BYTES  # the limit is cut to whole pages
-        settings = AgentSettings(role, 0, 1, mooncake, {"shape": self.shape.name}, pool_nbytes)
-        self.client = AgentClient(transports.with_transport(settings, transport))
-        self._lock_pages(device)
+        settings = AgentSettings(role, 0, 1, mooncake, {"shape": self.shape.name}, pool_nbytes, transport=transport)
+        self.client = AgentClient(settings, self._page_locks(device))
         self.client.start()
         self.client.wait_started(WAIT_S)
         self._connect(role)
@@ -75,15 +72,16 @@ class Worker:
         return {"segment_name": name, "address": pool.address}
 
     def peer(self) -> str:
-        """The transport in use with the peer; empty while there is none."""
+        """How entries come to decode (on prefill any word); empty while there is no peer or that is not settled."""
         try:
             status = self.client.status()
         except AgentUnavailableError:
             return ""
         if status.engine.startswith("failed"):
             raise TransferError(f"the engine {status.engine}", fix="check that 127.0.0.1 takes tcp connections")
-        self._transport = transports.in_use(status) if status.peer_epoch else ""
-        return self._transport
+        if not status.peer_epoch:
+            return ""
+        return status.transport if status.role == "decode" else "connected"
 
     # --- limits -------------------------------------------------------------------------------------------------------
 
@@ -144,8 +142,10 @@ class Worker:
         selected = self.client.select([raw_key], WAIT_S)
         if selected.reasons[0]:
             raise TransferError(f"the entry did not come: {selected.reasons[0]}")
-        if self._transport in transports.MAPPED:
-            kv, _ = self.consumer.entry(selected.offsets[0], selected.nbytes[0])
+        if selected.pools[0]:
+            pool = self.client.peer_pool
+            assert pool is not None and self.client.peer_pool_number == selected.pools[0]
+            kv, _ = self.consumer.entry(pool, selected.offsets[0], selected.nbytes[0])
             self.layout.scatter(kv, self._block_ids(blocks), 0)
             self._synchronize()
         ended_s = time.monotonic()
@@ -201,12 +201,18 @@ class Worker:
         words = BLOCK_TOKENS * shape.kv_heads * shape.head_size
         return KVLayout([layer.view(dtype).view(2, blocks, words) for layer in layers], 1)
 
-    def _lock_pages(self, device: str) -> None:
-        if device != "cpu":
+    @staticmethod
+    def _page_locks(device: str) -> PageLocks:
+        if device == "cpu":
+            return PageLocks()
+
+        def lock(pool: Pool) -> None:
             runtime: Any = torch.cuda
-            code = runtime.cudart().cudaHostRegister(self.client.pool.address, self.client.pool.nbytes, 0)
-            if int(code) != 0:
+            code = int(runtime.cudart().cudaHostRegister(pool.address, pool.nbytes, 0))
+            if code != 0:
                 raise CouldNotCheckError(f"the pool cannot be page-locked: CUDA error {code}", fix="raise ulimit -l")
+
+        return PageLocks(lock)
 
     def _connect(self, role: Role) -> None:
         self._counted: set[str] = set()
@@ -218,7 +224,7 @@ class Worker:
         if role == "prefill":
             self.producer = Producer(self.client, self.layout, **arguments)
         else:
-            self.consumer = Consumer(self.client, self.layout, wait_s=WAIT_S, agree=lambda here: here, **arguments)
+            self.consumer = Consumer(self.client, self.layout, wait_s=WAIT_S, agree=lambda value: value, **arguments)
 
     def _plan(self, key: str, blocks: int) -> TransferPlan:
         ids = pack_block_ids(self._shuffled(blocks).tolist())

@@ -40,7 +40,7 @@ Examples:
       --json transfer.json --png transfer.png
   mooncake-v0 bench transfer --peer-python /opt/vllm-0.6.5/bin/python
 """
-TRANSPORTS = ("auto", "engine", "shm", "cuda_ipc")  # bench.transports.NAMES, without importing it
+TRANSPORTS = ("auto", "engine", "shm")  # transfer.agent_settings.TRANSPORTS, without importing it
 
 
 @click.command(help=HELP)
@@ -96,7 +96,6 @@ def transfer(
 
     from mooncake_v0.bench.shapes import find_shape
     from mooncake_v0.bench.transfer import PORTS, TransferOptions, measure
-    from mooncake_v0.bench.transports import check_available
     from mooncake_v0.bench.upstream import find_python
     from mooncake_v0.pin.processes import find_free_range
     from mooncake_v0.transfer.engine import check_engine_version
@@ -104,8 +103,6 @@ def transfer(
     check_engine_version()
     if peer_python is not None:
         find_python(peer_python)
-    for name in transport_names:
-        check_available(name)
     shape = find_shape(model)
     device = _device(device)
     blocks = _lengths(shape, prompt_tokens, kv_bytes, device)

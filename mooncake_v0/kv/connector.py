@@ -18,10 +18,13 @@ from mooncake_v0.kv.layout import KVLayout
 from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan
 from mooncake_v0.transfer.agent_client import AgentClient
 from mooncake_v0.transfer.messages import Selected
+from mooncake_v0.transfer.pool import Pool
 
 logger = logging.getLogger(__name__)
 
 MIN_RATE_BYTES_PER_S = 100e6  # an entry in flight is waited for as long as it would take at this rate
+
+MISSING, MAPPED, HERE = range(3)  # where a batch's entries are; the least of the group's ranks counts
 
 Count = Callable[[str, float], None]
 
@@ -39,15 +42,14 @@ class Connector:
         self.hidden_bytes = hidden_size * torch.empty(0, dtype=hidden_dtype).element_size()
         self._count_outside = count
         self._counters: dict[str, float] = {}
-        self._pool = torch.frombuffer(client.pool.map, dtype=torch.uint8)
 
     def nbytes(self, prompt: PromptPlan) -> int:
         """Size of a prompt's entry: its blocks, then the hidden row."""
         return self.layout.nbytes(_num_blocks(prompt)) + self.hidden_bytes
 
-    def entry(self, offset: int, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """KV bytes (uint8) and hidden row ([hidden_size]) of an entry in the pool."""
-        whole = self._pool[offset : offset + nbytes]
+    def entry(self, pool: Pool, offset: int, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """KV bytes (uint8) and hidden row ([hidden_size]) of an entry in a pool."""
+        whole = torch.frombuffer(pool.map, dtype=torch.uint8, count=nbytes, offset=offset)
         return whole[: -self.hidden_bytes], whole[-self.hidden_bytes :].view(self.hidden_dtype)
 
     def block_ids(self, prompt: PromptPlan) -> torch.Tensor:
@@ -84,7 +86,7 @@ class Producer(Connector):
         for prompt, offset in reserved:
             nbytes = self.nbytes(prompt)
             started = time.perf_counter()
-            kv, hidden = self.entry(offset, nbytes)
+            kv, hidden = self.entry(self.client.pool, offset, nbytes)
             hidden.copy_(hidden_states[prompt.hidden_row])
             self.layout.gather(self.block_ids(prompt), kv)
             self.client.commit([prompt.key], [nbytes])
@@ -102,7 +104,7 @@ class Consumer(Connector):
     """Takes the KV of a step's prompts from the buffer; only a batch that is here as a whole skips its forward.
 
     wait_s: how long a step waits for an entry in flight, beside the time that its bytes need at min_rate_bytes_per_s
-    agree: the group's decision from each rank's own: true only if true on all (tensor parallelism).
+    agree: the least of the values of the group's ranks (tensor parallelism); all ranks ask, or none
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Consumer(Connector):
         hidden_dtype: torch.dtype,
         count: Count,
         wait_s: float,
-        agree: Callable[[bool], bool],
+        agree: Callable[[int], int],
     ) -> None:
         super().__init__(client, layout, hidden_size=hidden_size, hidden_dtype=hidden_dtype, count=count)
         self.wait_s = wait_s
@@ -132,12 +134,16 @@ class Consumer(Connector):
         with self.client.step():
             selected = self._select(plan)
             try:
-                here = selected is not None and self._all_here(plan, selected)
-                if not self._agree(here):
+                where = self._agree(MISSING if selected is None else self._where(plan, selected))
+                if where == MISSING or selected is None:
                     self._count_recompute(plan, selected)
                     return None
-                assert selected is not None
-                return self._fill(plan, selected)
+                hidden_states = self._fill(plan, selected)
+                if where == MAPPED and not self._agree(self._is_unchanged(selected)):
+                    self.count("miss_reused", len(plan.prompts))  # the forward pass overwrites what was copied
+                    return None
+                self._count_hits(plan, selected)
+                return hidden_states
             finally:
                 if selected is not None:
                     keys = [key.key for key, offset in zip(plan.prompts, selected.offsets) if offset >= 0]
@@ -155,27 +161,53 @@ class Consumer(Connector):
         finally:
             self.count("wait_seconds", time.perf_counter() - started)
 
-    def _all_here(self, plan: TransferPlan, selected: Selected) -> bool:
-        """Every entry is here and has the size that this side's cache needs."""
-        return all(
-            offset >= 0 and nbytes == self.nbytes(prompt)
-            for prompt, offset, nbytes in zip(plan.prompts, selected.offsets, selected.nbytes)
-        )
+    def _where(self, plan: TransferPlan, selected: Selected) -> int:
+        """MISSING unless every entry is to be had and has the size that this side's cache needs."""
+        for prompt, offset, nbytes in zip(plan.prompts, selected.offsets, selected.nbytes):
+            if offset < 0 or nbytes != self.nbytes(prompt):
+                return MISSING
+        if not any(selected.pools):
+            return HERE
+        return MAPPED if self._is_unchanged(selected) else MISSING
+
+    def _is_unchanged(self, selected: Selected) -> bool:
+        """Whether the peer has not begun to reuse the bytes of an entry in its pool.
+
+        The peer clears the cell before it gives the region to another entry, so a cell that is right after a copy proves
+        the copy. Loads are not reordered here: x86 keeps their order, and between them lies the copy's end.
+        """
+        for number, offset, generation in zip(selected.pools, selected.offsets, selected.generations):
+            if number:
+                pool = self._pool(number)
+                if pool is None or pool.generation_at(offset) != generation:
+                    return False
+        return True
+
+    def _pool(self, number: int) -> Pool | None:
+        """The pool of this number; None for a peer's that is not mapped any more."""
+        if number == 0:
+            return self.client.pool
+        return self.client.peer_pool if number == self.client.peer_pool_number else None
 
     def _fill(self, plan: TransferPlan, selected: Selected) -> torch.Tensor:
         started = time.perf_counter()
         hidden_states = torch.empty(
             (plan.num_rows, self.hidden_size), dtype=self.hidden_dtype, device=self.layout.device
         )
-        for prompt, offset, nbytes in zip(plan.prompts, selected.offsets, selected.nbytes):
-            kv, hidden = self.entry(offset, nbytes)
+        for at, prompt in enumerate(plan.prompts):
+            pool = self._pool(selected.pools[at])
+            assert pool is not None, "checked before, and pools stay for the whole step"
+            kv, hidden = self.entry(pool, selected.offsets[at], selected.nbytes[at])
             self.layout.scatter(kv, self.block_ids(prompt), prompt.first_missing)
             hidden_states[prompt.hidden_row] = hidden.to(self.layout.device)
+        self.count("scatter_seconds", time.perf_counter() - started)
+        return hidden_states
+
+    def _count_hits(self, plan: TransferPlan, selected: Selected) -> None:
+        for prompt, nbytes in zip(plan.prompts, selected.nbytes):
             self.count("hits")
             self.count("hit_tokens", prompt.num_tokens)
             self.count("hit_bytes", nbytes)
-        self.count("scatter_seconds", time.perf_counter() - started)
-        return hidden_states
 
     def _count_recompute(self, plan: TransferPlan, selected: Selected | None) -> None:
         """Why each prompt of this batch is computed here."""

@@ -1,8 +1,8 @@
 """The transfer agent: one process per worker rank that owns the engine, the side channel and the lookup buffer.
 
-A worker's `AgentClient` starts it as ``python -m mooncake_v0.transfer.agent`` with two inherited descriptors, the pool and
-a socket pair, and its settings as JSON. It ends when the worker closes the socket, dies or sends SIGTERM; each way it
-removes its keys from the metadata store. When it dies or hangs the worker replaces it.
+A worker's `AgentClient` starts it as ``python -m mooncake_v0.transfer.agent`` with three inherited descriptors, the pool
+and two sockets (calls, events), and its settings as JSON. It ends when the worker closes the socket, dies or sends
+SIGTERM; each way it removes its keys from the metadata store. When it dies or hangs the worker replaces it.
 
 The engine's data port gives every peer read and write access to the whole memory of the process it lives in: here that is
 the pool and nothing else of value.
@@ -22,12 +22,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
+import msgspec
 import zmq
 
 from mooncake_v0.config.model import RankPorts
 from mooncake_v0.errors import EngineError, ProtocolError, TransferError
 from mooncake_v0.metadata.registry import InstanceRecord
-from mooncake_v0.transfer.agent_settings import AgentSettings
+from mooncake_v0.transfer.agent_settings import ENGINE, AgentSettings
 from mooncake_v0.transfer.decode_side import DecodeSide
 from mooncake_v0.transfer.engine import EngineSettings, check_descriptor, engine_takes
 from mooncake_v0.transfer.engine_thread import READY, STARTING, EngineThread, ReadResult, engine_opener
@@ -39,6 +40,7 @@ from mooncake_v0.transfer.messages import (
     Hello,
     Message,
     PeerMessage,
+    PeerPoolMapped,
     Ping,
     Pong,
     Refused,
@@ -52,8 +54,10 @@ from mooncake_v0.transfer.messages import (
     encode,
 )
 from mooncake_v0.transfer.peer import PING_EVERY_S, Peer, disagreement, explain_disagreement
+from mooncake_v0.transfer.peer_pool import PeerPoolMapping
 from mooncake_v0.transfer.pool import Pool
 from mooncake_v0.transfer.prefill_side import PrefillSide
+from mooncake_v0.transfer.same_host import PoolOffer
 from mooncake_v0.transfer.side_channel import SideChannel, resolve
 
 logger = logging.getLogger("mooncake_v0.agent")
@@ -70,7 +74,7 @@ _PR_SET_PDEATHSIG = 1
 class Agent:
     """The main loop: one thread that owns the sockets and the buffer; the engine has a thread of its own."""
 
-    def __init__(self, settings: AgentSettings, worker: socket.socket, pool: Pool) -> None:
+    def __init__(self, settings: AgentSettings, worker: socket.socket, events: socket.socket, pool: Pool) -> None:
         self.settings = settings
         self.epoch = os.urandom(8).hex()
         self.engine_state = STARTING
@@ -78,7 +82,7 @@ class Agent:
         self._worker = worker
         self._pool = pool
         self._peer = Peer()
-        self._buffer = LookupBuffer(pool.nbytes, ttl_s=settings.ttl_s)
+        self._buffer: LookupBuffer
         self._worker_counters: dict[str, float] = {}
         self._channel = SideChannel(zmq.Context(), secret=_read_secret(settings.secret_file))
         self._keeper = KeyKeeper(settings.config.metadata_server, self._record())
@@ -89,9 +93,17 @@ class Agent:
         self._resolver = ThreadPoolExecutor(1, "resolver")
         self._resolving: Future[str] | None = None
         self._side: PrefillSide | DecodeSide
+        self._pool_offer: PoolOffer | None = None
+        self._peer_pool: PeerPoolMapping | None = None
         if settings.role == "prefill":
-            self._side = PrefillSide(self._buffer, self._peer, pool.address, self._send)
+            self._buffer = LookupBuffer(
+                pool.nbytes, ttl_s=settings.ttl_s, on_free=lambda entry: pool.set_generation(entry.offset, 0)
+            )
+            self._side = PrefillSide(self._buffer, self._peer, pool, self._send)
+            if settings.transport != ENGINE:
+                self._pool_offer = PoolOffer(pool)
         else:
+            self._buffer = LookupBuffer(pool.nbytes, ttl_s=settings.ttl_s)
             self._side = DecodeSide(
                 self._buffer,
                 self._peer,
@@ -100,11 +112,14 @@ class Agent:
                 submit=self._engine.submit,
                 cancel=self._engine.cancel_queued,
             )
+            self._peer_pool = PeerPoolMapping(settings.transport, events, self._side.mapped)
 
     def run(self) -> int:
         """Until the worker goes or SIGTERM comes; returns the exit code."""
         self._poller.register(self._worker.fileno(), zmq.POLLIN)
         self._poller.register(self._engine.wake_receiver.fileno(), zmq.POLLIN)
+        if self._pool_offer is not None:
+            self._poller.register(self._pool_offer.listener.fileno(), zmq.POLLIN)
         self._reply(WorkerStatus(0, self.status()))  # the first message: calls may come
         next_tick_s = 0.0
         code = 0
@@ -119,6 +134,8 @@ class Agent:
             self._serve_worker()
             self._serve_engine()
             self._serve_peer()
+            if self._pool_offer is not None:
+                self._pool_offer.serve()
         self._close()
         return code
 
@@ -144,6 +161,8 @@ class Agent:
                 logger.error("timed-out reads block half of the buffer: this agent is replaced")
                 return EXIT_REPLACE_ME
             self._call_peer(now_s)
+        if self._peer_pool is not None:
+            self._peer_pool.tick(now_s)
         if self._peer.silent(now_s):
             self._lose_peer(f"it has been silent for {now_s - self._peer.heard_at_s:.1f} s")
         self._side.tick(now_s)
@@ -165,6 +184,10 @@ class Agent:
             message = decode_worker(data)
             if isinstance(message, WorkerStatusRequest):
                 self._reply(WorkerStatus(message.call, self.status()))
+                continue
+            if isinstance(message, PeerPoolMapped):
+                if self._peer_pool is not None:
+                    self._peer_pool.on_mapped(message.number)
                 continue
             if isinstance(message, Release):
                 for name, value in message.counters.items():
@@ -196,9 +219,9 @@ class Agent:
 
     # --- peer ---------------------------------------------------------------------------------------------------------
 
-    def _hello(self, kind: type[Hello] = Hello) -> Hello:
+    def _hello(self) -> Hello:
         settings = self.settings
-        return kind(
+        return Hello(
             version=PROTOCOL_VERSION,
             role=settings.role,
             rank=settings.rank,
@@ -208,6 +231,10 @@ class Agent:
             config_digest=settings.config.digest(),
             fingerprint=settings.fingerprint,
         )
+
+    def _welcome(self) -> Welcome:
+        name, nonce = (self._pool_offer.name, self._pool_offer.nonce) if self._pool_offer else ("", b"")
+        return Welcome(**msgspec.structs.asdict(self._hello()), pool_socket=name, pool_nonce=nonce)
 
     def _listen(self) -> None:
         """Bind the side channel, then dial the peer from decode; tried again on every tick until it works."""
@@ -286,7 +313,7 @@ class Agent:
             if wrong:
                 self._channel.send(Refused(*wrong), identity)
             else:
-                self._channel.send(self._hello(Welcome), identity)
+                self._channel.send(self._welcome(), identity)
         elif not (self.settings.role == "decode" and identity is None and isinstance(theirs, Welcome)):
             return
         if wrong:
@@ -298,6 +325,8 @@ class Agent:
         if not self._peer.up:
             self._peer.connect(theirs, identity, time.monotonic())
             self._side.on_peer_up()
+            if self._peer_pool is not None and isinstance(theirs, Welcome):
+                self._peer_pool.connect(theirs.pool_socket, theirs.pool_nonce)
         self._peer.identity = identity
         self._peer.heard_at_s = time.monotonic()
 
@@ -325,6 +354,8 @@ class Agent:
         self._peer.lose(problem)
         if was_up:
             self._side.on_peer_down()
+            if self._peer_pool is not None:
+                self._peer_pool.lose(time.monotonic())
 
     def _send(self, message: Message) -> None:
         if self._peer.up:
@@ -345,8 +376,9 @@ class Agent:
             peer_epoch=self._peer.epoch if self._peer.up else "",
             buffer_bytes=self._buffer.used_bytes,
             buffer_limit_bytes=self._buffer.limit_bytes,
-            entries=len(self._buffer),
+            entries=len(self._buffer) + (len(self._side.mapped) if isinstance(self._side, DecodeSide) else 0),
             counters={name: float(value) for name, value in counters.items()},
+            transport=self._peer_pool.transport if self._peer_pool is not None else "",
         )
 
     def _record(self) -> InstanceRecord:
@@ -387,6 +419,8 @@ class Agent:
             self._engine.stop(timeout_s=2.0)
         self._keeper.close()
         self._channel.close()
+        if self._pool_offer is not None:
+            self._pool_offer.close()
 
 
 def check_ports_free(ports: RankPorts) -> None:
@@ -411,10 +445,10 @@ def _read_secret(path: str | None) -> bytes | None:
 
 
 def main(argv: list[str]) -> int:
-    """``python -m mooncake_v0.transfer.agent POOL_FD SOCKET_FD``; the settings come on standard input."""
+    """``python -m mooncake_v0.transfer.agent POOL_FD CALLS_FD EVENTS_FD``; the settings come on standard input."""
     # SIGTERM when the worker's supervisor thread dies, however it dies
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    pool_fd, worker_fd = int(argv[0]), int(argv[1])
+    pool_fd, worker_fd, events_fd = (int(text) for text in argv)
     settings = AgentSettings.from_json(sys.stdin.read())
     logging.basicConfig(
         level=settings.log_level,
@@ -423,9 +457,11 @@ def main(argv: list[str]) -> int:
     )
     worker = socket.socket(fileno=worker_fd)
     worker.setblocking(False)
+    events = socket.socket(fileno=events_fd)
+    events.setblocking(False)
     pool = Pool(pool_fd, settings.pool_nbytes)
     pool.map_pages()
-    agent = Agent(settings, worker, pool)
+    agent = Agent(settings, worker, events, pool)
     signal.signal(signal.SIGTERM, agent.stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to the worker, whose end ends us
     try:

@@ -6,7 +6,7 @@ A call that finds no agent, or gets no answer in time, raises AgentUnavailableEr
 Life of an agent: spawned (a fresh interpreter; never forked, the engine's destructor in a forked child deletes its
 parent's keys) → running → its end is seen through its socket → the next one is spawned, with growing pauses when they die
 young. The pool belongs to the worker and outlives them; `step` keeps a new agent from writing into it while the step still
-copies.
+copies, and the peer's mapped pool from going away.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
-from typing import Iterator, Sequence, TypeVar
+from dataclasses import dataclass, replace
+from typing import Callable, Iterator, Sequence, TypeVar
 
-from mooncake_v0.errors import AgentUnavailableError
+from mooncake_v0.errors import AgentUnavailableError, ProtocolError
 from mooncake_v0.transfer.agent_settings import AgentSettings
 from mooncake_v0.transfer.engine import check_engine_version, engine_environment
 from mooncake_v0.transfer.engine_thread import STARTING
@@ -31,6 +31,8 @@ from mooncake_v0.transfer.messages import (
     Abort,
     Commit,
     Message,
+    PeerPool,
+    PeerPoolMapped,
     Poll,
     Polled,
     Release,
@@ -58,14 +60,30 @@ _START_S = 60.0
 Answer = TypeVar("Answer", Reserved, Selected, Polled, WorkerStatus)
 
 
-class AgentClient:
-    """start() once; close() at exit. The engine step's thread makes the calls, one at a time."""
+@dataclass(frozen=True)
+class PageLocks:
+    """How to page-lock a pool where there is a GPU, and to undo it; called from any thread."""
 
-    def __init__(self, settings: AgentSettings) -> None:
+    lock: Callable[[Pool], None] = lambda pool: None
+    unlock: Callable[[Pool], None] = lambda pool: None
+
+
+class AgentClient:
+    """start() once; close() at exit. The engine step's thread makes the calls, one at a time.
+
+    pool: the worker's own; peer_pool: the peer's, mapped on the same host, and its number (None, 0: not mapped)
+    """
+
+    def __init__(self, settings: AgentSettings, page_locks: PageLocks = PageLocks()) -> None:
         check_engine_version()
         self.pool = Pool.create(settings.pool_nbytes)
         self.pool.allocate_pages()
         self.pool.map_pages()
+        page_locks.lock(self.pool)
+        self.peer_pool: Pool | None = None
+        self.peer_pool_number = 0
+        self._page_locks = page_locks
+        self._events: socket.socket | None = None
         self.settings = replace(settings, pool_nbytes=self.pool.nbytes)
         self.restarts = 0
         self._socket: socket.socket | None = None
@@ -95,7 +113,7 @@ class AgentClient:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Held while offsets in the pool are in use: no new agent is started meanwhile."""
+        """Held while offsets in a pool are in use: no new agent is started, and no pool unmapped meanwhile."""
         with self._step_lock:
             yield
 
@@ -187,6 +205,7 @@ class AgentClient:
             with self._step_lock:
                 sock = self._spawn()
             self._watch(sock)
+            self._drop_peer_pool()
             if self._closing.is_set():
                 return
             self.restarts += 1
@@ -197,15 +216,18 @@ class AgentClient:
 
     def _spawn(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._events, their_events = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        inherited = (self.pool.fd, theirs.fileno(), their_events.fileno())
         environment = engine_environment(os.environ, self.settings.config.metadata_server)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mooncake_v0.transfer.agent", str(self.pool.fd), str(theirs.fileno())],
+            [sys.executable, "-m", "mooncake_v0.transfer.agent", *map(str, inherited)],
             stdin=subprocess.PIPE,
-            pass_fds=(self.pool.fd, theirs.fileno()),
+            pass_fds=inherited,
             env=environment,
             start_new_session=True,
         )
         theirs.close()
+        their_events.close()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(self.settings.to_json().encode())
@@ -217,7 +239,8 @@ class AgentClient:
         if self._hears_from(sock):
             self._socket = sock
         while self._process.poll() is None and self._socket is not None and not self._closing.is_set():
-            self._closing.wait(_WATCH_S)
+            if not self._serve_events():
+                break
         self._socket = None
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
@@ -227,6 +250,59 @@ class AgentClient:
             self._process.kill()
         self._process.wait()
         sock.close()
+        if self._events is not None:
+            self._events.close()
+
+    # --- the peer's pool, on the same host ----------------------------------------------------------------------------
+
+    def _serve_events(self) -> bool:
+        """Wait a little for an event of the agent; False if it sends what it should not, or has ended."""
+        assert self._events is not None
+        try:
+            self._events.settimeout(_WATCH_S)
+            data, descriptors, _, _ = socket.recv_fds(self._events, MAX_MESSAGE_BYTES, 1)
+            event = decode_worker(data) if data else None
+        except socket.timeout:
+            return True
+        except (OSError, ProtocolError):
+            return False
+        if not isinstance(event, PeerPool) or bool(event.number) != bool(descriptors):
+            return False
+        if descriptors:
+            self._take_peer_pool(event, descriptors[0])
+        else:
+            self._drop_peer_pool()
+        return True
+
+    def _take_peer_pool(self, event: PeerPool, fd: int) -> None:
+        """Map the pool, or go on with the mapping if it is the same memory; then tell the agent."""
+        known = self.peer_pool
+        if known is not None and os.path.sameopenfile(known.fd, fd):
+            os.close(fd)
+        else:
+            self._drop_peer_pool()
+            try:
+                pool = Pool(fd, event.nbytes)
+            except (OSError, ValueError) as error:
+                logger.warning("the peer's pool of %d bytes cannot be mapped: %s", event.nbytes, error)
+                os.close(fd)
+                self._tell(PeerPoolMapped(0))
+                return
+            pool.map_pages()
+            self._page_locks.lock(pool)
+            self.peer_pool = pool
+        self.peer_pool_number = event.number
+        self._tell(PeerPoolMapped(event.number))
+
+    def _drop_peer_pool(self) -> None:
+        """The mapping goes with the last view of it."""
+        with self._step_lock:
+            pool, self.peer_pool, self.peer_pool_number = self.peer_pool, None, 0
+        if pool is not None:
+            self._page_locks.unlock(pool)
+            pool.close()
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _hears_from(self, sock: socket.socket) -> bool:
         """Wait for a new agent's first message; False if it dies, takes too long or is not wanted any more."""

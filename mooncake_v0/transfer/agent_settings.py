@@ -7,10 +7,18 @@ from dataclasses import asdict, dataclass
 
 from mooncake_v0.config.model import Endpoint, MooncakeConfig, RankPorts, Role
 
+AUTO, ENGINE, SHM = "auto", "engine", "shm"
+TRANSPORTS = (AUTO, ENGINE, SHM)
+
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """Everything an agent is told at its start. fingerprint: what both sides' models must agree on."""
+    """Everything an agent is told at its start.
+
+    fingerprint: what both sides' models must agree on
+    transport:   AUTO maps the peer's pool where both sides are on one host, SHM also says so where it cannot, ENGINE never
+                 does
+    """
 
     role: Role
     rank: int
@@ -22,6 +30,7 @@ class AgentSettings:
     secret_file: str | None = None
     log_level: str = "INFO"
     api_url: str | None = None
+    transport: str = AUTO
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -3,7 +3,7 @@
 An entry is HELD, and only then given to the worker, when all its bytes were read and the peer has confirmed afterwards
 that it had not reused the region meanwhile. The worker's `Select` waits for entries in flight up to its deadline; a key
 that nobody announced is asked of the peer once, which costs one round trip and settles every race of announcement and
-request.
+request. Where the peer's pool is mapped (`MappedEntries`), nothing is fetched: its entries are used where they lie.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Callable
 
 from mooncake_v0.transfer.engine_thread import ReadJob, ReadResult
 from mooncake_v0.transfer.lookup_buffer import FULL, HELD, LOST, TOO_LARGE, TRANSFERRING, Entry, LookupBuffer
+from mooncake_v0.transfer.mapped_entries import MappedEntries
 from mooncake_v0.transfer.messages import (
     MAX_KEYS,
     Absent,
@@ -32,6 +33,7 @@ from mooncake_v0.transfer.messages import (
     Release,
     Select,
     Selected,
+    Used,
     Withdrawn,
 )
 from mooncake_v0.transfer.peer import Peer
@@ -96,6 +98,7 @@ class DecodeSide:
         self._reasons: dict[bytes, str] = {}  # why a key will not come; at most _REMEMBERED
         self._waiters: list[Waiter] = []
         self._pinned: dict[bytes, list[Entry]] = {}  # by the worker
+        self.mapped = MappedEntries(buffer.counters)
         self.quarantined_bytes = 0
 
     # --- the worker ---------------------------------------------------------------------------------------------------
@@ -109,15 +112,24 @@ class DecodeSide:
             self._settle(now_s)
         elif isinstance(message, Release):
             for key in message.keys:
-                entries = self._pinned.get(key)
-                if entries:
-                    self._buffer.unpin(entries.pop())
-                    if not entries:
-                        del self._pinned[key]
+                self._release(key)
+
+    def _release(self, key: bytes) -> None:
+        entries = self._pinned.get(key)
+        if entries:
+            self._buffer.unpin(entries.pop())
+            if not entries:
+                del self._pinned[key]
+            return
+        mapped = self.mapped.get(key)
+        if mapped is not None:
+            self._send(Used(key, mapped.generation))
 
     def _ask_if_unknown(self, key: bytes, now_s: float) -> None:
         """A key that nobody announced is asked of the peer, once for a while."""
         if self._buffer.get(key) is not None or key in self._queries or not self._peer.up:
+            return
+        if self.mapped.get(key) is not None or self.mapped.is_expected(key):
             return
         if self._reasons.get(key) in (TOO_LARGE, FULL):
             return
@@ -128,8 +140,12 @@ class DecodeSide:
     def _is_settled(self, key: bytes, now_s: float) -> bool:
         """Whether nothing more is to be expected for this key soon: it is here, or known not to come."""
         entry = self._buffer.get(key)
-        if entry is not None:
-            return entry.state == HELD
+        if entry is not None and entry.state == HELD:
+            return True
+        if self.mapped.get(key) is not None:
+            return True
+        if entry is not None or self.mapped.is_expected(key):
+            return False
         return now_s >= self._queries.get(key, 0.0)
 
     def _settle(self, now_s: float) -> None:
@@ -145,22 +161,29 @@ class DecodeSide:
                 waiter.reply(self._answer(waiter.request, now_s))
 
     def _answer(self, select: Select, now_s: float) -> Selected:
-        offsets, nbytes, reasons = [], [], []
+        selected = Selected(select.call, [], [], [], [], [])
         for key in select.keys:
-            entry = self._buffer.get(key)
-            if entry is not None and entry.state == HELD:
-                self._buffer.pin(entry)
-                self._buffer.touch(entry, now_s)
-                self._pinned.setdefault(key, []).append(entry)
-                offsets.append(entry.offset)
-                nbytes.append(entry.nbytes)
-                reasons.append("")
-            else:
-                offsets.append(-1)
-                nbytes.append(0)
-                unknown = UNKNOWN if self._peer.up else NO_PEER
-                reasons.append(LATE if entry is not None else self._reasons.get(key, unknown))
-        return Selected(select.call, offsets, nbytes, reasons)
+            offset, nbytes, reason, pool, generation = self._locate(key, now_s)
+            selected.offsets.append(offset)
+            selected.nbytes.append(nbytes)
+            selected.reasons.append(reason)
+            selected.pools.append(pool)
+            selected.generations.append(generation)
+        return selected
+
+    def _locate(self, key: bytes, now_s: float) -> tuple[int, int, str, int, int]:
+        """An entry's offset, size, reason, pool and generation; pinned if it lies in our own pool."""
+        entry, mapped = self._buffer.get(key), self.mapped.get(key)
+        if entry is not None and entry.state == HELD:
+            self._buffer.pin(entry)
+            self._buffer.touch(entry, now_s)
+            self._pinned.setdefault(key, []).append(entry)
+            return entry.offset, entry.nbytes, "", 0, entry.generation
+        if mapped is not None:
+            return mapped.offset, mapped.nbytes, "", self.mapped.number, mapped.generation
+        if entry is not None or self.mapped.is_expected(key):
+            return -1, 0, LATE, 0, 0
+        return -1, 0, self._reasons.get(key, UNKNOWN if self._peer.up else NO_PEER), 0, 0
 
     def _close_key(self, key: bytes, reason: str) -> None:
         """This key will not come."""
@@ -174,12 +197,17 @@ class DecodeSide:
     def on_peer(self, message: PeerMessage) -> None:
         now_s = time.monotonic()
         if isinstance(message, Announce):
-            self._expect(message.key, message.nbytes, now_s)
+            if not self._is_mapped(message.key):
+                self._expect(message.key, message.nbytes, now_s)
+            else:
+                self._queries.pop(message.key, None)
+                self.mapped.expect(message.key, now_s)
         elif isinstance(message, Ready):
-            self._fetch(message, now_s)
+            self._take_offer(message, now_s)
         elif isinstance(message, Confirmed):
             self._confirmed(message)
         elif isinstance(message, Withdrawn):
+            self.mapped.forget(message.key)
             self._give_up(message.key, FAILED)
         elif isinstance(message, Absent):
             self._close_key(message.key, UNKNOWN)
@@ -191,6 +219,7 @@ class DecodeSide:
     def on_peer_down(self) -> None:
         """The peer's epoch ended: what it stored is not what a successor would store."""
         self._cancel_all()
+        self.mapped.deactivate()
         for entry in self._buffer:
             self._buffer.remove(entry, LOST)
         self._buffer.take_dropped()
@@ -204,6 +233,7 @@ class DecodeSide:
                 self._give_up(key, FAILED)
         for key in [key for key, deadline_s in self._queries.items() if now_s >= deadline_s]:
             del self._queries[key]
+        self.mapped.tick(now_s)
         self._buffer.expire(now_s)
         self._tell_dropped()
         self._settle(now_s)
@@ -231,6 +261,17 @@ class DecodeSide:
         self._reasons.pop(key, None)
         transfer = self._transfers[key] = Transfer(made, now_s)
         return transfer
+
+    def _is_mapped(self, key: bytes) -> bool:
+        """Whether an announced key is to be used in the peer's pool: not if it came, or comes, before that was mapped."""
+        return bool(self.mapped.number) and self._buffer.get(key) is None
+
+    def _take_offer(self, offer: Ready, now_s: float) -> None:
+        if self._is_mapped(offer.key) and self.mapped.offer(offer, now_s):
+            self._queries.pop(offer.key, None)
+            self._reasons.pop(offer.key, None)
+        else:
+            self._fetch(offer, now_s)
 
     def _fetch(self, offer: Ready, now_s: float) -> None:
         held = self._buffer.get(offer.key)

@@ -12,9 +12,10 @@ scattered) is never evicted; its bytes are freed when the last pin goes.
 
 from __future__ import annotations
 
+import os
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from typing import Iterator
+from typing import Callable, Iterator
 
 from mooncake_v0.transfer.pool import Allocator
 
@@ -47,15 +48,22 @@ class Entry:
 
 
 class LookupBuffer:
-    """Entries in a pool of limit_bytes; a hard limit, counted on what is stored."""
+    """Entries in a pool of limit_bytes; a hard limit, counted on what is stored.
 
-    def __init__(self, limit_bytes: int, *, ttl_s: float) -> None:
+    on_free: called with an entry whose bytes may be reused from now on.
+    """
+
+    def __init__(
+        self, limit_bytes: int, *, ttl_s: float, on_free: Callable[[Entry], None] = lambda entry: None
+    ) -> None:
         self.allocator = Allocator(limit_bytes)
         self.ttl_s = ttl_s
         self.counters: Counter[str] = Counter()
         self.dropped: list[bytes] = []  # keys that left since take_dropped(); a consumer tells its peer
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
-        self._generation = 0
+        # never one of an agent before this one, whose entries another process may still be looking at
+        self._generation = int.from_bytes(os.urandom(5), "little") << 22
+        self._on_free = on_free
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -100,7 +108,7 @@ class LookupBuffer:
     def unpin(self, entry: Entry) -> None:
         entry.pins -= 1
         if entry.doomed and not entry.pins:
-            self.allocator.free(entry.offset)
+            self._free(entry)
 
     def remove(self, entry: Entry, why: str) -> None:
         """Take an entry out; its bytes are freed now, or with its last pin. why: EVICTED, EXPIRED or LOST."""
@@ -111,7 +119,7 @@ class LookupBuffer:
         self.dropped.append(entry.key)
         entry.doomed = True
         if not entry.pins:
-            self.allocator.free(entry.offset)
+            self._free(entry)
 
     def expire(self, now_s: float) -> None:
         """Remove what has not been used for ttl_s."""
@@ -120,6 +128,10 @@ class LookupBuffer:
                 break
             if not entry.pins:
                 self.remove(entry, EXPIRED)
+
+    def _free(self, entry: Entry) -> None:
+        self._on_free(entry)
+        self.allocator.free(entry.offset)
 
     def take_dropped(self) -> list[bytes]:
         dropped, self.dropped = self.dropped, []

@@ -11,11 +11,13 @@ msgpack with a schema: `decode_peer` and `decode_worker` raise ProtocolError for
     prefill → decode   Confirmed(key, generation, valid)    the region was not reused meanwhile: the bytes are good
     decode → prefill   ReadFailed(key, generation)
     decode → prefill   Dropped(keys)                    no longer held
+    decode → prefill   Used(key, generation)            copied straight out of the mapped pool (same host)
     decode → prefill   Query(key)                       answered by Ready, Announce or Absent
     anyone → any       StatusRequest                    answered by Status
 
 Between worker and agent, over an inherited socket pair: Reserve → Reserved, Commit, Abort,
-Select → Selected, Poll → Polled, Release.
+Select → Selected, Poll → Polled, Release; over a second one, so that they never wait for a step: PeerPool with the
+descriptor of the peer's pool, answered by PeerPoolMapped.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import msgspec
 
 from mooncake_v0.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 KEY_BYTES = 16
 MAX_MESSAGE_BYTES = 256 * 1024
 MAX_KEYS = 4096
@@ -50,7 +52,14 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Hello, frozen=True):
-    """The prefill side's own Hello; sent when nothing disagrees."""
+    """The prefill side's own Hello; sent when nothing disagrees.
+
+    pool_socket: abstract Unix socket that hands out its pool to this host; empty where it does not
+    pool_nonce:  what the pool's nonce must be
+    """
+
+    pool_socket: str = ""
+    pool_nonce: bytes = b""
 
 
 class Refused(Message, frozen=True):
@@ -103,6 +112,11 @@ class Confirmed(Message, frozen=True):
     valid: bool
 
 
+class Used(Message, frozen=True):
+    key: bytes
+    generation: int
+
+
 class Dropped(Message, frozen=True):
     keys: list[bytes]
 
@@ -120,7 +134,10 @@ class StatusRequest(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """One agent's state, for `mooncake-v0 status`, the demo and the tests."""
+    """One agent's state, for `mooncake-v0 status`, the demo and the tests.
+
+    transport: how entries come to decode: "engine", "shm" (the peer's pool is mapped), "" while that is not settled
+    """
 
     role: str
     rank: int
@@ -132,6 +149,7 @@ class Status(Message, frozen=True):
     buffer_limit_bytes: int
     entries: int
     counters: dict[str, float]
+    transport: str = ""
 
 
 # --- worker and agent -------------------------------------------------------------------------------------------------
@@ -175,12 +193,18 @@ class Select(Message, frozen=True):
 
 
 class Selected(Message, frozen=True):
-    """Per key the offset in the pool and its size, or -1 with the reason."""
+    """Per key the offset in a pool and its size, or -1 with the reason.
+
+    pools:       0 for the worker's own, else the number of a mapped pool of the peer
+    generations: what the cell at the offset must be before and after the copy out of a mapped pool
+    """
 
     call: int
     offsets: list[int]
     nbytes: list[int]
     reasons: list[str]
+    pools: list[int]
+    generations: list[int]
 
 
 class Poll(Message, frozen=True):
@@ -205,6 +229,19 @@ class Release(Message, frozen=True):
     counters: dict[str, float] = {}
 
 
+class PeerPool(Message, frozen=True):
+    """Agent to worker, with a descriptor: map this pool of the peer. number 0, without one: unmap it."""
+
+    number: int
+    nbytes: int
+
+
+class PeerPoolMapped(Message, frozen=True):
+    """Worker to agent: entries of this pool can be used."""
+
+    number: int
+
+
 class WorkerStatusRequest(Message, frozen=True):
     call: int
 
@@ -226,6 +263,7 @@ PeerMessage = Union[
     ReadDone,
     ReadFailed,
     Confirmed,
+    Used,
     Dropped,
     Query,
     Absent,
@@ -233,7 +271,19 @@ PeerMessage = Union[
     Status,
 ]
 WorkerMessage = Union[
-    Reserve, Reserved, Commit, Abort, Select, Selected, Poll, Polled, Release, WorkerStatusRequest, WorkerStatus
+    Reserve,
+    Reserved,
+    Commit,
+    Abort,
+    Select,
+    Selected,
+    Poll,
+    Polled,
+    Release,
+    PeerPool,
+    PeerPoolMapped,
+    WorkerStatusRequest,
+    WorkerStatus,
 ]
 
 _encoder = msgspec.msgpack.Encoder()

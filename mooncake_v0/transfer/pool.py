@@ -3,12 +3,17 @@
 The worker creates it and hands the descriptor to each agent that it starts, so that the memory, its page locks and the
 worker's views survive a restart of the agent. A memfd is not bounded by a container's 64 MiB /dev/shm and vanishes with
 the last process that holds it.
+
+Behind the pool's own bytes lies a page with a nonce and a table with one cell for each page of the pool: the generation
+of the complete entry that begins there, 0 where none does. A consumer on the same host maps the whole and copies entries
+straight out of it, without asking: it compares the cell before and after its copy, as with a seqlock.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -16,6 +21,8 @@ from pathlib import Path
 from mooncake_v0.errors import TransferError
 
 ALIGNMENT_BYTES = 4096
+NONCE_BYTES = 16
+_CELL_BYTES = 8
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.9 has no name for it
 
 
@@ -25,23 +32,26 @@ class Pool:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.nbytes = nbytes
-        self.map = mmap.mmap(fd, nbytes)
+        self.map = mmap.mmap(fd, shared_nbytes(nbytes))
         self._anchor = (ctypes.c_char * nbytes).from_buffer(self.map)
         self.address = ctypes.addressof(self._anchor)
+        self._cells = memoryview(self.map)[nbytes + ALIGNMENT_BYTES :].cast("Q")
 
     @classmethod
     def create(cls, nbytes: int) -> Pool:
         """Make a new pool of nbytes, rounded down to whole pages. Its memory is not touched yet."""
         nbytes = max(1, nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         check_memory(nbytes)
-        fd = os.memfd_create("mooncake-v0-pool", os.MFD_CLOEXEC)
-        os.ftruncate(fd, nbytes)
+        fd = os.memfd_create("mooncake-v0-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, shared_nbytes(nbytes))
+        # another process that maps it must never meet a missing page, which would end it with SIGBUS
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         return cls(fd, nbytes)
 
     def allocate_pages(self) -> None:
         """Have the kernel allocate every page now: the first touch of a page costs more than copying into it."""
         try:
-            os.posix_fallocate(self.fd, 0, self.nbytes)
+            os.posix_fallocate(self.fd, 0, shared_nbytes(self.nbytes))
         except OSError as error:
             raise TransferError(
                 f"cannot allocate the pool of {self.nbytes} bytes: {error.strerror}",
@@ -53,9 +63,35 @@ class Pool:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), _MADV_POPULATE_WRITE)
 
+    @property
+    def nonce(self) -> bytes:
+        return bytes(self.map[self.nbytes : self.nbytes + NONCE_BYTES])
+
+    @nonce.setter
+    def nonce(self, value: bytes) -> None:
+        self.map[self.nbytes : self.nbytes + NONCE_BYTES] = value
+
+    def generation_at(self, offset: int) -> int:
+        """Generation of the complete entry that begins at this offset; 0 where none does."""
+        return self._cells[offset // ALIGNMENT_BYTES]
+
+    def set_generation(self, offset: int, generation: int) -> None:
+        """Say that an entry is complete, or with 0 that its bytes may change from now on. Of the owning agent only."""
+        self._cells[offset // ALIGNMENT_BYTES] = generation
+
+    def clear_generations(self) -> None:
+        """Nothing in this pool is an entry: a new agent begins."""
+        self._cells[:] = memoryview(bytes(self._cells.nbytes)).cast("Q")
+
     def close(self) -> None:
         """Close the descriptor; the mapping itself lives as long as views of it do."""
         os.close(self.fd)
+
+
+def shared_nbytes(nbytes: int) -> int:
+    """Size of the memfd of a pool of nbytes (whole pages): the pool, the nonce's page, the table in whole pages."""
+    table = nbytes // ALIGNMENT_BYTES * _CELL_BYTES
+    return nbytes + ALIGNMENT_BYTES + -(-table // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def check_memory(nbytes: int) -> None:

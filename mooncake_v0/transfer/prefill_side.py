@@ -1,7 +1,9 @@
 """Prefill's half of an agent: reserves entries for its worker, offers them to the peer, answers its questions.
 
 An entry is announced before the forward pass that computes it, so the peer knows of it before the prefill's answer can
-reach the proxy. It stays in the buffer after the peer has read it, evictable, for a peer that lost its copy.
+reach the proxy. It stays in the buffer after the peer has read it, evictable, for a peer that lost its copy. A peer on this
+host that has mapped the pool copies entries out of it without asking; the generations in the pool's table tell it whether
+it may.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ from mooncake_v0.transfer.messages import (
     Ready,
     Reserve,
     Reserved,
+    Used,
     Withdrawn,
 )
 from mooncake_v0.transfer.peer import Peer
+from mooncake_v0.transfer.pool import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +47,12 @@ NO_PEER = "no_peer"
 class PrefillSide:
     """send: to the peer, dropped when there is none."""
 
-    def __init__(self, buffer: LookupBuffer, peer: Peer, pool_address: int, send: Callable[[Message], None]) -> None:
+    def __init__(self, buffer: LookupBuffer, peer: Peer, pool: Pool, send: Callable[[Message], None]) -> None:
         self._buffer = buffer
         self._peer = peer
-        self._pool_address = pool_address
+        self._pool = pool
         self._send = send
+        pool.clear_generations()
         self._held_by_peer: set[bytes] = set()
         self._reading: dict[bytes, tuple[Entry, float]] = {}  # offered to the peer: pinned until, monotonic seconds
 
@@ -68,6 +73,8 @@ class PrefillSide:
         elif isinstance(message, ReadFailed):
             self._buffer.counters["peer_read_failed"] += 1
             self._unpin(message.key)
+        elif isinstance(message, Used):
+            self._used(message)
         elif isinstance(message, Dropped):
             self._held_by_peer.difference_update(message.keys)
         elif isinstance(message, Query):
@@ -124,6 +131,7 @@ class PrefillSide:
         entry.ready_nbytes = ready_nbytes
         if ready_nbytes == entry.nbytes:
             entry.state = READY
+            self._pool.set_generation(entry.offset, entry.generation)
             self._buffer.unpin(entry)
             self._buffer.touch(entry, time.monotonic())
             self._buffer.counters["stored"] += 1
@@ -136,7 +144,7 @@ class PrefillSide:
         if entry.key not in self._reading:
             self._buffer.pin(entry)
         self._reading[entry.key] = (entry, time.monotonic() + READ_PIN_S)
-        address = self._pool_address + entry.offset
+        address = self._pool.address + entry.offset
         self._send(Ready(entry.key, entry.generation, address, entry.nbytes, entry.ready_nbytes))
 
     def _answer(self, key: bytes) -> None:
@@ -157,6 +165,17 @@ class PrefillSide:
             self._buffer.counters["delivered"] += 1
         self._unpin(message.key)
         self._send(Confirmed(message.key, message.generation, valid))
+
+    def _used(self, message: Used) -> None:
+        """The peer has copied an entry out of this pool: it needs no pin, and is recent."""
+        entry = self._buffer.get(message.key)
+        if entry is None or entry.generation != message.generation:
+            return
+        if entry.state == READY:
+            entry.state = HELD
+            self._buffer.counters["delivered"] += 1
+        self._buffer.touch(entry, time.monotonic())
+        self._unpin(message.key)
 
     def _unpin(self, key: bytes) -> None:
         pinned = self._reading.pop(key, None)

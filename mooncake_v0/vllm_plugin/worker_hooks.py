@@ -22,11 +22,12 @@ from typing import Any, Callable, Sequence
 import torch
 
 from mooncake_v0.errors import KVLayoutError, MooncakeV0Error
-from mooncake_v0.kv.connector import Consumer, Producer, pack_block_ids
+from mooncake_v0.kv.connector import MISSING, Consumer, Producer, pack_block_ids
 from mooncake_v0.kv.layout import KVLayout, find_block_dim
 from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan, content_key, decode_plan, encode_plan
-from mooncake_v0.transfer.agent_client import AgentClient
-from mooncake_v0.transfer.agent_settings import AgentSettings
+from mooncake_v0.transfer.agent_client import AgentClient, PageLocks
+from mooncake_v0.transfer.agent_settings import AUTO, TRANSPORTS, AgentSettings
+from mooncake_v0.transfer.pool import Pool
 from mooncake_v0.vllm_plugin.fingerprint import adapter_identity, model_fingerprint
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig
 from mooncake_v0.vllm_plugin.metrics import WorkerMetrics
@@ -143,7 +144,9 @@ class WorkerTransfer:
                 secret_file=os.environ.get("MOONCAKE_V0_SECRET_FILE"),
                 log_level=logging.getLevelName(logger.getEffectiveLevel()),
                 api_url=self.config.api_url,
-            )
+                transport=_transport(),
+            ),
+            _page_locks(layout.device),
         )
         self._make_connector(self.client, layout, model_config)
         self.client.start()
@@ -152,8 +155,6 @@ class WorkerTransfer:
 
     def _make_connector(self, client: AgentClient, layout: KVLayout, model_config: Any) -> None:
         hidden_size, dtype, metrics = _row_size(model_config), model_config.dtype, WorkerMetrics()
-        if layout.device.type == "cuda":
-            _page_lock(client.pool.address, client.pool.nbytes)
         if self.config.is_producer:
             self.producer = Producer(client, layout, hidden_size=hidden_size, hidden_dtype=dtype, count=metrics.count)
         else:
@@ -273,7 +274,7 @@ class WorkerTransfer:
             if self.consumer is not None:
                 hidden_states = self.consumer.receive(plan)
             elif not self.config.is_producer and plan.complete:
-                self._agree(False)  # this rank has no transfer, and the others wait for its vote
+                self._agree(MISSING)  # this rank has no transfer, and the others wait for its vote
             return original(*args, **kwargs) if hidden_states is None else hidden_states
 
         return forward
@@ -314,27 +315,48 @@ def _row_size(model_config: Any) -> int:
     return int(projected or model_config.get_hidden_size())
 
 
-def _group_agreement(tp_size: int) -> Callable[[bool], bool]:
-    """The ranks' common decision: one small all-reduce on the CPU group per batch with prompts."""
+def _group_agreement(tp_size: int) -> Callable[[int], int]:
+    """The least of the ranks' values: one small all-reduce on the CPU group per batch with prompts."""
     if tp_size == 1:
-        return lambda here: here
+        return lambda value: value
 
-    def agree(here: bool) -> bool:
+    def agree(value: int) -> int:
         from vllm.distributed.parallel_state import get_tp_group
 
-        vote = torch.tensor([int(here)])
+        vote = torch.tensor([int(value)])
         torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
-        return bool(vote.item())
+        return int(vote.item())
 
     return agree
 
 
-def _page_lock(address: int, nbytes: int) -> None:
-    """Let the GPU copy straight from and to the pool; without it copies go through a bounce buffer."""
+def _page_locks(device: torch.device) -> PageLocks:
+    """Let the GPU copy straight from and to a pool; without it copies go through a bounce buffer."""
+    if device.type != "cuda":
+        return PageLocks()
     runtime: Any = torch.cuda
-    code = runtime.cudart().cudaHostRegister(address, nbytes, 0)
-    if int(code) != 0:
-        logger.warning("the pool of %d bytes cannot be page-locked (CUDA error %s): copies are slower", nbytes, code)
+
+    def lock(pool: Pool) -> None:
+        with torch.cuda.device(device):
+            code = int(runtime.cudart().cudaHostRegister(pool.address, pool.nbytes, 0))
+        if code != 0:
+            logger.warning(
+                "a pool of %d bytes cannot be page-locked (CUDA error %s): copies are slower", pool.nbytes, code
+            )
+
+    def unlock(pool: Pool) -> None:
+        with torch.cuda.device(device):
+            runtime.cudart().cudaHostUnregister(pool.address)
+
+    return PageLocks(lock, unlock)
+
+
+def _transport() -> str:
+    text = os.environ.get("MOONCAKE_V0_TRANSPORT", AUTO)
+    if text not in TRANSPORTS:
+        logger.warning("MOONCAKE_V0_TRANSPORT is %r, not one of %s: %s is used", text, ", ".join(TRANSPORTS), AUTO)
+        return AUTO
+    return text
 
 
 def _seconds(variable: str, default: float) -> float:

@@ -18,7 +18,7 @@ from mooncake_v0.errors import AgentUnavailableError
 from mooncake_v0.metadata.gateway import start_gateway_thread
 from mooncake_v0.pin.processes import find_free_range
 from mooncake_v0.transfer.agent_client import AgentClient
-from mooncake_v0.transfer.agent_settings import AgentSettings
+from mooncake_v0.transfer.agent_settings import ENGINE, AgentSettings
 from mooncake_v0.transfer.messages import Status
 
 MIB = 1 << 20
@@ -50,8 +50,8 @@ class Agents:
         return None
 
     def is_connected(self) -> bool:
-        states = [self.status(role) for role in ("prefill", "decode")]
-        return all(state is not None and state.peer_epoch for state in states)
+        prefill, decode = self.status("prefill"), self.status("decode")
+        return bool(prefill and prefill.peer_epoch and decode and decode.peer_epoch and decode.transport)
 
     def wait_connected(self) -> None:
         wait_until(self.is_connected, f"{self.status('prefill')} {self.status('decode')}")
@@ -71,8 +71,11 @@ class Agents:
         selected = self.decode.select([key(number)], wait_s)
         if selected.offsets[0] < 0:
             return selected.reasons[0]
-        start = selected.offsets[0]
-        data = self.decode.pool.map[start : start + selected.nbytes[0]]
+        start, generation = selected.offsets[0], selected.generations[0]
+        pool = self.decode.peer_pool if selected.pools[0] else self.decode.pool
+        assert pool is not None and selected.pools[0] in (0, self.decode.peer_pool_number)
+        data = pool.map[start : start + selected.nbytes[0]]
+        assert not selected.pools[0] or pool.generation_at(start) == generation
         self.decode.release([key(number)], {})
         return data
 
@@ -104,14 +107,18 @@ MakeAgents = Callable[..., Agents]
 
 @pytest.fixture
 def make_agents(metadata_url: str) -> Iterator[MakeAgents]:
-    """make_agents(decode={…}, prefill={…}): two started agents whose settings may differ; ended afterwards."""
+    """make_agents(decode={…}, prefill={…}): two started agents whose settings may differ; ended afterwards.
+
+    Entries move through the engine unless transport="auto" is given.
+    """
     started: list[AgentClient] = []
 
     def make(*, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **both: Any) -> Agents:
         base = find_free_range(150)
         url = both.pop("metadata_url", metadata_url)
         config = MooncakeConfig(Endpoint("127.0.0.1", base), Endpoint("127.0.0.1", base + 100), url, "tcp")
-        common: dict[str, Any] = {"config": config, "fingerprint": {"model": "m"}, "pool_nbytes": POOL_BYTES, **both}
+        common: dict[str, Any] = {"config": config, "fingerprint": {"model": "m"}, "pool_nbytes": POOL_BYTES}
+        common.update({"transport": ENGINE, **both})
         clients = []
         for role, changes in (("prefill", prefill), ("decode", decode)):
             settings = AgentSettings(role=role, rank=0, tp_size=1, **common)  # type: ignore[arg-type]
@@ -140,7 +147,8 @@ def shared_agents(metadata_url: str) -> Iterator[Agents]:
     base = find_free_range(150)
     config = MooncakeConfig(Endpoint("127.0.0.1", base), Endpoint("127.0.0.1", base + 100), metadata_url, "tcp")
     clients = [
-        AgentClient(AgentSettings(role, 0, 1, config, {"model": "m"}, POOL_BYTES)) for role in ("prefill", "decode")
+        AgentClient(AgentSettings(role, 0, 1, config, {"model": "m"}, POOL_BYTES, transport=ENGINE))
+        for role in ("prefill", "decode")
     ]
     for client in clients:
         client.start()

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from mooncake_v0.transfer.messages import (
+    PROTOCOL_VERSION,
     Absent,
     Announce,
     Confirmed,
@@ -25,6 +26,7 @@ from mooncake_v0.transfer.messages import (
     ReadFailed,
     Ready,
     Refused,
+    Used,
     Welcome,
     Withdrawn,
     encode,
@@ -79,10 +81,10 @@ def test_bytes_and_pickles_are_rejected_and_counted(
     assert_unharmed(shared_agents, seed=5001)
 
 
-HELLO = Hello(1, "decode", 0, 1, "forged", "1.2.3.4:5", "digest", {"model": "m"})
+HELLO = Hello(PROTOCOL_VERSION, "decode", 0, 1, "forged", "1.2.3.4:5", "digest", {"model": "m"})
 OUT_OF_TURN: list[Message] = [
     HELLO,
-    Welcome(1, "prefill", 0, 1, "forged", "1.2.3.4:5", "digest", {"model": "m"}),
+    Welcome(PROTOCOL_VERSION, "prefill", 0, 1, "forged", "1.2.3.4:5", "digest", {"model": "m"}),
     Refused("model", "a", "b"),
     Ping("forged"),
     Announce(key(7), 1 << 40),
@@ -91,6 +93,7 @@ OUT_OF_TURN: list[Message] = [
     ReadDone(key(5002), 1),
     ReadFailed(key(5002), 1),
     Confirmed(key(5002), 1, True),
+    Used(key(5002), 1),
     Dropped([key(5002)]),
     Query(key(5002)),
     Absent(key(5002)),
