@@ -73,7 +73,12 @@ def _options(model: str | None, tp: int, metadata: str | None, folder: Path) -> 
             "vLLM is not installed in this environment",
             fix='run scripts/demo.sh, or: pip install -c configs/constraints-vllm-0.6.4.post1.txt "mooncake-v0[vllm]"',
         ) from None
-    environment = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO")}
+    # through the engine, as between two hosts
+    transport = os.environ.get("MOONCAKE_V0_TRANSPORT", "engine")
+    environment = {
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+        "MOONCAKE_V0_TRANSPORT": transport,
+    }
     args = ["--max-model-len", "4096", "--disable-log-requests"]
     if not has_gpu():
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 HELP = """Show what the transfer agents of both sides say, live.
 
 One line for each rank: its engine and peer, how full its buffer is, the
-share of prompts that decode took over (HITS), and the speed of its reads.
+share of prompts that decode took over (HITS), and the speed of its reads
+("mapped" where it uses prefill's buffer in place, on the same host).
 Exit code: 0 all agents answer and are connected, 1 not, 2 could not check.
 
 \b
@@ -38,6 +39,7 @@ COLUMNS = ("SIDE", "RANK", "SIDE CHANNEL", "EPOCH", "ENGINE", "BUFFER", "ENTRIES
 class AgentRow:
     """One agent. hit_rate: of decode's prompts, 0..1; read_gb_per_s: over all its reads; None where it has none.
 
+    transport: how entries come to decode: engine, or shm where it maps prefill's buffer on the same host
     problem: why this rank transfers nothing now; empty if it does.
     """
 
@@ -53,6 +55,7 @@ class AgentRow:
     entries: int = 0
     hit_rate: float | None = None
     read_gb_per_s: float | None = None
+    transport: str = ""
     counters: dict[str, float] = field(default_factory=dict)
 
 
@@ -143,6 +146,7 @@ def make_row(side: Role, rank: int, address: str, found: Status) -> AgentRow:
         found.entries,
         hits / lookups if lookups else None,
         counters.get("read_bytes", 0.0) / read_s / 1e9 if read_s else None,
+        found.transport,
         counters,
     )
 
@@ -175,9 +179,16 @@ def _cells(row: AgentRow) -> tuple[str, ...]:
         f"{100 * row.buffer_bytes / row.buffer_limit_bytes:.0f} %" if row.buffer_limit_bytes else "-",
         str(row.entries) if has_answer else "-",
         "-" if row.hit_rate is None else f"{100 * row.hit_rate:.0f} %",
-        "-" if row.read_gb_per_s is None else f"{row.read_gb_per_s:.2f} GB/s",
+        _read(row),
         row.problem or "; ".join(filter(None, (row.peer, _misses(row)))),
     )
+
+
+def _read(row: AgentRow) -> str:
+    """How fast entries come to decode; mapped: they are used in prefill's pool, on the same host."""
+    if row.transport == "shm":
+        return "mapped"
+    return "-" if row.read_gb_per_s is None else f"{row.read_gb_per_s:.2f} GB/s"
 
 
 def _misses(row: AgentRow) -> str:

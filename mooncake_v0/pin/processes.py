@@ -201,14 +201,14 @@ class Pair:
         return query_status(ports.host, ports.side_channel, timeout_s=timeout_s)
 
     def wait_connected(self, timeout_s: float = 60.0) -> None:
-        """Until every rank of decode has its peer: from now on prompts are transferred."""
+        """Until every rank of decode has its peer and knows how entries come: from now on prompts are transferred."""
         deadline = time.monotonic() + timeout_s
         for rank in range(self.options.tp):
             problem = "has not answered"
             while True:
                 with contextlib.suppress(AgentUnavailableError):
                     status = self.agent_status("decode", rank)
-                    if status.peer_epoch:
+                    if status.peer_epoch and status.transport:
                         break
                     problem = f"engine {status.engine}, peer {status.peer}"
                 if time.monotonic() > deadline:

@@ -15,7 +15,9 @@ from mooncake_v0.pin.processes import ManagedProcess, Pair, PairOptions, find_fr
 from mooncake_v0.pin.tiny_model import make_tiny_model
 
 VLLM_ARGS = ("--dtype", "bfloat16", "--max-model-len", "4096", "--disable-log-requests")
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+# As between two hosts, where this is not set otherwise; both sides are on this one, and would map the buffer.
+TRANSPORT = os.environ.get("MOONCAKE_V0_TRANSPORT", "engine")
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "MOONCAKE_V0_TRANSPORT": TRANSPORT}
 KV_BUFFER_BYTES = 200_000_000
 
 
@@ -24,7 +26,9 @@ def tiny_model() -> str:
     return str(make_tiny_model(cache_folder() / "tiny-qwen2"))
 
 
-def make_pair(model: str, folder: Path, metadata_url: str | None = None, **changes: object) -> Pair:
+def make_pair(
+    model: str, folder: Path, metadata_url: str | None = None, transport: str = TRANSPORT, **changes: object
+) -> Pair:
     """A pair that is not started yet."""
     options = PairOptions(
         model,
@@ -32,7 +36,7 @@ def make_pair(model: str, folder: Path, metadata_url: str | None = None, **chang
         metadata_url=metadata_url,
         kv_buffer_size=KV_BUFFER_BYTES,
         vllm_args=VLLM_ARGS,
-        environment=ENVIRONMENT,
+        environment={**ENVIRONMENT, "MOONCAKE_V0_TRANSPORT": transport},
         **changes,  # type: ignore[arg-type]
     )
     return Pair(options)

@@ -44,7 +44,12 @@ class Operator:
     @property
     def environment(self) -> dict[str, str]:
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        return {**os.environ, "PATH": path, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        pin = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",
+            "MOONCAKE_V0_TRANSPORT": "engine",
+        }  # as on two hosts
+        return {**os.environ, "PATH": path, "NO_COLOR": "1", **pin}
 
     def start(self, command: str, name: str) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:

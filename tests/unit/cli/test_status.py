@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_v0.cli.status import _print, make_row, read_secret
+from mooncake_v0.cli.status import _cells, _print, make_row, read_secret
 from mooncake_v0.errors import CouldNotCheckError
 from mooncake_v0.pin.processes import find_free_range
 from mooncake_v0.transfer.messages import Status
@@ -22,6 +22,11 @@ def test_counters_become_a_share_and_a_speed() -> None:
     counters = {"hits": 3.0, "miss_late": 1.0, "read_bytes": 4e9, "read_us": 2e6}
     row = make_row("decode", 0, "a:1", Status(**{**_fields(STATUS), "counters": counters}))  # type: ignore[arg-type]
     assert (row.hit_rate, row.read_gb_per_s, row.problem) == (0.75, 2.0, "")
+
+
+def test_a_mapped_buffer_is_named_where_the_speed_of_reads_would_be() -> None:
+    row = make_row("decode", 0, "a:1", Status(**{**_fields(STATUS), "transport": "shm"}))  # type: ignore[arg-type]
+    assert "mapped" in _cells(row)
 
 
 def _fields(status: Status) -> dict[str, object]:
