@@ -51,6 +51,9 @@ def _weights_digest(model: torch.nn.Module) -> str:
             digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
             flat = parameter.detach().reshape(-1)
             samples.append(flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].float())
+    for name, module in model.named_modules():
+        if hasattr(module, "_k_scale"):  # of an fp8 cache, plain numbers by now; the cached bytes depend on them
+            digest.update(f"{name} {float(module._k_scale)} {float(module._v_scale)}".encode())
     if samples:
         digest.update(torch.cat(samples).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -29,6 +29,7 @@ from mooncake_v0.transfer.agent_client import AgentClient, PageLocks
 from mooncake_v0.transfer.agent_settings import AUTO, TRANSPORTS, AgentSettings
 from mooncake_v0.transfer.pool import Pool
 from mooncake_v0.vllm_plugin.fingerprint import adapter_identity, model_fingerprint
+from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig
 from mooncake_v0.vllm_plugin.metrics import WorkerMetrics
 from mooncake_v0.vllm_plugin.parking import ParkingLot
@@ -56,6 +57,7 @@ def _with_transfer(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         vllm_config = kwargs.get("vllm_config") or (args[0] if args else None)
         if getattr(vllm_config, "kv_transfer_config", None) is not None:
+            provide_airports()
             WorkerTransfer(self.worker, vllm_config).install()
 
     return init_worker
