@@ -82,10 +82,12 @@ def _print_table(segments: list[Segment], verdicts: dict[str, Liveness]) -> None
         rows.append((_printable(segment.name), *("-" if text is None else _printable(str(text)) for text in texts)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) - 1)]
     colours = {"alive": "green", "stale": "red", "unsure": "yellow"}
+    lines = []
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row, widths)]
         cells[6] = click.style(cells[6], fg=colours.get(row[6]))
-        click.echo("  ".join([*cells, row[7]]), color=_colour())
+        lines.append("  ".join([*cells, row[7]]))
+    click.echo("\n".join(lines), color=_colour())
 
 
 def _colour() -> bool | None:

@@ -22,18 +22,25 @@ RPC_FIELDS: dict[str, type] = {"ip_or_host_name": str, "rpc_port": int}
 
 def fault_in(key: str, value: bytes) -> str | None:
     """What is wrong with the value of an engine key, in words; None when nothing is, or the key is not the engine's."""
-    if not key.startswith((RAM_PREFIX, RPC_PREFIX)):
-        return None
+    return read_value(key, value)[1] if key.startswith((RAM_PREFIX, RPC_PREFIX)) else None
+
+
+def read_value(key: str, value: bytes) -> tuple[dict[str, Any] | None, str | None]:
+    """A value as the JSON object that it should be, or None, and what is wrong with it as in `fault_in`."""
     try:
         found = json.loads(value)
     except ValueError:
-        return "it is not JSON"
+        return None, "it is not JSON"
     except RecursionError:
-        return "it is nested too deeply"
+        return None, "it is nested too deeply"
     if not isinstance(found, dict):
-        return "it is not a JSON object"
+        return None, "it is not a JSON object"
     if key.startswith(RPC_PREFIX):
-        return _wrong_field(found, RPC_FIELDS)
+        return found, _wrong_field(found, RPC_FIELDS)
+    return found, _wrong_segment(found) if key.startswith(RAM_PREFIX) else None
+
+
+def _wrong_segment(found: Mapping[str, Any]) -> str | None:
     lists = (("buffers", BUFFER_FIELDS), ("devices", DEVICE_FIELDS))
     return _wrong_field(found, RAM_FIELDS) or next(
         (fault for name, fields in lists for fault in [_wrong_item(found.get(name) or [], name, fields)] if fault), None

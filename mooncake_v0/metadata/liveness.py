@@ -12,26 +12,20 @@ record's process is on this host and gone. A stopped process still accepts conne
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import ipaddress
 import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Sequence
 
+from mooncake_v0.metadata.probes import ANSWERS, REFUSED, probe_all
 from mooncake_v0.metadata.registry import InstanceRecord
 from mooncake_v0.metadata.segments import Segment
 
 ALIVE = "alive"
 STALE = "stale"
 UNSURE = "unsure"
-CONNECT_TIMEOUT_S = 1.0
-MAX_CONNECTS = 500
-
-ANSWERS = "answers"
-REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -55,11 +49,11 @@ class Judge:
     unreachable_after_s: float | None = None
 
     def liveness(self, segment: Segment, probe: str, *, now: float, hostname: str) -> Liveness:
-        record = segment.record
-        if probe == ANSWERS and self._means_us(segment, hostname):
+        record, means_us = segment.record, self._means_us(segment, hostname)
+        if probe == ANSWERS and means_us:
             return Liveness(ALIVE, f"port {segment.probe_port} answers")
         age_s = None if record is None else now - record.refreshed_at
-        if probe == REFUSED and self._means_us(segment, hostname):
+        if probe == REFUSED and means_us:
             if record is not None and record.is_fresh(now) and not _is_gone(record, hostname):
                 return Liveness(UNSURE, f"port {segment.probe_port} refuses, but its agent was seen {age_s:.0f} s ago")
             return Liveness(STALE, f"nobody listens on {segment.host}:{segment.probe_port}")
@@ -67,7 +61,7 @@ class Judge:
             return Liveness(ALIVE, f"its agent was seen {age_s:.0f} s ago")
         if self._is_long_gone(record, probe, age_s):
             return Liveness(STALE, f"{probe}, and its agent was last seen {age_s:.0f} s ago")
-        if not self._means_us(segment, hostname):
+        if not means_us:
             return Liveness(UNSURE, f"published the loopback address {segment.host}; only its own host can tell")
         return Liveness(UNSURE, probe)
 
@@ -83,55 +77,16 @@ class Judge:
 
 
 def judge_segments(segments: Sequence[Segment], judge: Judge | None = None) -> dict[str, Liveness]:
-    """Probe all segments at once, up to MAX_CONNECTS at a time; the verdicts by name. Takes seconds, not minutes."""
+    """Probe all segments at once; the verdicts by name. For each 500 hosts that do not answer it takes a second."""
     weigh, now, hostname = judge or Judge(), time.time(), socket.gethostname()
-    probes = asyncio.run(_probe_all(segments))
-    return {s.name: weigh.liveness(s, probe, now=now, hostname=hostname) for s, probe in zip(segments, probes)}
-
-
-async def _probe_all(segments: Sequence[Segment]) -> list[str]:
-    addresses = [(segment.host, segment.probe_port) for segment in segments]
-    found: dict[tuple[str | None, int | None], str] = {}
-    waiting = iter({address for address in addresses if address[0] and address[1] and address[1] <= 65535})
-
-    async def work() -> None:
-        # the workers share one iterator: thousands of tasks at once would cost more than the connects
-        for host, port in waiting:
-            found[(host, port)] = await _probe(str(host), int(port or 0))
-
-    await asyncio.gather(*(work() for _ in range(min(MAX_CONNECTS, len(addresses)))))
-    return [found.get(address, "its address is not known") for address in addresses]
-
-
-async def _probe(host: str, port: int) -> str:
-    try:
-        await asyncio.wait_for(_connect(host, port), CONNECT_TIMEOUT_S)
-    except asyncio.TimeoutError:
-        return f"{host}:{port} does not answer"
-    except socket.gaierror:
-        return f"the host name {host!r} cannot be resolved"
-    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one, with a zero byte for example
-        if isinstance(error, OSError) and error.errno == errno.ECONNREFUSED:
-            return REFUSED
-        return f"{host}:{port} cannot be reached: {error}"
-    return ANSWERS
-
-
-async def _connect(host: str, port: int) -> None:
-    loop = asyncio.get_running_loop()
-    family, address = _literal(host, port)
-    if family is None:
-        family, _, _, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        await loop.sock_connect(probe, address)
-
-
-def _literal(host: str, port: int) -> tuple[int | None, Any]:
-    try:
-        return (socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET), (host, port)
-    except ValueError:
-        return None, None
+    addresses = {s.name: (s.host, s.probe_port) for s in segments}
+    found = probe_all((host, port) for host, port in addresses.values() if host and port and port <= 65535)
+    verdicts = {}
+    for segment in segments:
+        host, port = addresses[segment.name]
+        probe = found.get((host or "", port or 0), "its address is not known")
+        verdicts[segment.name] = weigh.liveness(segment, probe, now=now, hostname=hostname)
+    return verdicts
 
 
 def is_loopback(host: str) -> bool:

@@ -115,7 +115,7 @@ def parse_record(value: bytes) -> InstanceRecord | None:
     """A record from its JSON; None for anything else. Fields of a later version are ignored."""
     try:
         row = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict):
         return None

@@ -7,11 +7,10 @@ the `ram/` (same file, getFullMetadataKey). Called by `metadata ls`, `check` and
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, Iterable, Sequence
 
-from mooncake_v0.metadata.engine_values import RAM_PREFIX, RPC_PREFIX, fault_in
+from mooncake_v0.metadata.engine_values import RAM_PREFIX, RPC_PREFIX, read_value
 from mooncake_v0.metadata.registry import INSTANCE_PREFIX, InstanceRecord, parse_record
 from mooncake_v0.metadata.store import Entry
 
@@ -125,19 +124,11 @@ def _segment(name: str, entries: Sequence[Entry]) -> Segment:
             is_sound = record is not None
         else:
             prefix = RPC_PREFIX if entry.key.startswith(RPC_PREFIX) else RAM_PREFIX
-            values[prefix] = _object(entry.value)
-            is_sound = values[prefix] is not None and fault_in(entry.key, entry.value) is None
+            values[prefix], fault = read_value(entry.key, entry.value)
+            is_sound = fault is None
         if not is_sound:
             corrupt.append(entry.key)
     return Segment(name, values[RAM_PREFIX], values[RPC_PREFIX], record, tuple(entries), tuple(corrupt))
-
-
-def _object(value: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(value)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _dicts(of: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:

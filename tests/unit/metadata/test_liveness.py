@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from mooncake_v0.metadata.liveness import ALIVE, ANSWERS, REFUSED, STALE, UNSURE, Judge, judge_segments
+from mooncake_v0.metadata.liveness import ALIVE, STALE, UNSURE, Judge, judge_segments
+from mooncake_v0.metadata.probes import ANSWERS, REFUSED
 from tests.servers import free_ports
 from tests.unit.metadata.builders import entry_of, ram, record, rpc_meta, segment
 
