@@ -1,4 +1,4 @@
-"""What the gateway answers: request data in, reply data out, no sockets. `gateway` is the HTTP shell around it.
+"""What the gateway answers: request data in, reply data out, no sockets. `gateway_connection` is the HTTP around it.
 
 The contract of the pinned engine (0.3.3.post2, transfer_metadata_plugin.cpp, and the wheel's own server):
 
@@ -19,38 +19,24 @@ import logging
 import math
 import time
 import uuid
-from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl, unquote_plus
 
 from mooncake_v0.errors import MetadataError, StoreUnavailableError, UnsupportedError
 from mooncake_v0.metadata.engine_values import fault_in
 from mooncake_v0.metadata.gateway_auth import Access
+from mooncake_v0.metadata.gateway_http import Reply, Request, refusal
 from mooncake_v0.metadata.gateway_metrics import GatewayMetrics
 from mooncake_v0.metadata.http_store import entry_row, value_tag
 from mooncake_v0.metadata.store_runner import StoreRunner
 
 logger = logging.getLogger(__name__)
 
-MAX_VALUE_BYTES = 1024 * 1024  # the wheel's server's limit (aiohttp's default); etcd's own is 1.5 MiB
 MAX_KEY_BYTES = 4096
 MAX_SOUND_KEYS = 20_000
 MAX_TTL_S = 10 * 365 * 86400
-JSON = "application/json"
 PATHS = ("/metadata", "/metadata/", "/")
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer. watch_prefix: the shell answers with the stream of changes under this prefix instead of a body."""
-
-    status: int
-    body: bytes
-    content_type: str = JSON
-    headers: dict[str, str] = field(default_factory=dict)
-    watch_prefix: str | None = None
-
-
 NOT_FOUND = Reply(404, b'{"error": "metadata not found"}')
 UPDATED = Reply(200, b'{"status": "updated"}')
 DELETED = Reply(200, b'{"status": "deleted"}')
@@ -69,18 +55,22 @@ class GatewayRequests:
         self._sound: dict[str, int] = {}
         self._id = uuid.uuid4().hex
 
-    async def answer(
-        self, method: str, target: str, authorization: str | None, if_match: str | None, body: bytes
-    ) -> Reply:
-        """The reply to one request; target is the request target as it came, percent-encoded."""
-        path, _, query = target.partition("?")
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether `answer` never waits: the store is in this process's memory."""
+        return self._runner.is_inline
+
+    async def answer(self, request: Request) -> Reply:
+        """The reply to one request."""
+        method = request.method
+        path, _, query = request.target.partition("?")
         if path == "/health" and method == "GET":
             return await self._health()
-        if not self._access.allows(authorization):
+        if not self._access.allows(request.authorization):
             return refusal(401, "this metadata service needs a login", "send its token or user and password")
         try:
             if path in PATHS:
-                return await self._one_key(method, query, if_match, body)
+                return await self._one_key(method, query, request.if_match, request.body)
             return await self._rest(method, path, query)
         except ValueError as error:
             return refusal(400, f"request not understood: {error}", "percent-encode the key as UTF-8: ?key=…")
@@ -91,6 +81,9 @@ class GatewayRequests:
         except MetadataError as error:
             logger.error("%s failed: %s", method, error.what)
             return refusal(500, error.what, error.fix)
+        except Exception:  # a fault of ours: the client is told, its connection lives on
+            logger.exception("%s failed", method)
+            return refusal(500, "the gateway failed", "see its log")
 
     async def _one_key(self, method: str, query: str, if_match: str | None, body: bytes) -> Reply:
         key, ttl_s, is_raw = _read_query(query)
@@ -168,12 +161,7 @@ class GatewayRequests:
         return Reply(200 if is_good else 503, json.dumps(row).encode())
 
 
-def refusal(status: int, what: str, fix: str, headers: dict[str, str] | None = None) -> Reply:
-    """An error as JSON; 401 gets the challenge that browsers and curl expect."""
-    extra = {"WWW-Authenticate": 'Basic realm="mooncake-v0"'} if status == 401 else {}
-    return Reply(status, json.dumps({"error": what, "fix": fix}).encode(), headers={**extra, **(headers or {})})
-
-
+@lru_cache(maxsize=2048)
 def _read_query(query: str) -> tuple[str, float | None, bool]:
     """The key, decoded, the ttl, and whether a value is wanted whatever it is. Raises ValueError with what is wrong."""
     if query.startswith("key=") and "&" not in query:  # all that the engine ever sends

@@ -52,7 +52,7 @@ class StoreRunner:
         self.store = store
         self.is_up = True
         self.failures = 0
-        self._inline = isinstance(store, MemoryStore)
+        self.is_inline = isinstance(store, MemoryStore)
         # a sqlite file that is locked for writers still answers readers
         self._can_be_down = not isinstance(store, SqliteStore)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="store")
@@ -95,7 +95,7 @@ class StoreRunner:
         self.store.close()
 
     async def _run(self, call: Callable[[], T]) -> T:
-        if self._inline:
+        if self.is_inline:
             return call()
         if not self.is_up and self._last_error is not None:
             raise self._last_error

@@ -5,7 +5,8 @@
 Both servers run on core 0 over memory, the same client on core 1; rounds alternate. Prints, for PUT and GET, requests
 per second of the server's processor time, p99, and the ratio of requests per second by the clock; then the time to list
 10,000 segments, to tell 1,000 watchers of a change, and to answer among 10,000 connections. Exit code 1 when a ratio to
-the wheel's server is on the wrong side of 1, or a list takes a second.
+the wheel's server is on the wrong side of 1, or one of the lists
+takes a second.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ async def measure(server: Server, method: str, connections: int) -> Measured:
     async def one(number: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         for i in range(REQUESTS // connections):
-            key = f"mooncake%2Fram%2F10.0.0.7%3A{10000 + (number * 7919 + i) % 1000}"
+            key = f"mooncake%2Fram%2F127.0.0.7%3A{10000 + (number * 7919 + i) % 1000}"
             head = f"{method} /metadata?key={key} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: */*\r\n"
             body = VALUE if method == "PUT" else b""
             if body:
@@ -109,7 +110,7 @@ def compare(ours: Server, wheel: Server, rounds: int) -> bool:
             rates = [statistics.median(m.per_core_s for m in found) for found in runs]
             p99s = [min(m.p99_ms for m in found) for found in runs]
             walls = [statistics.median(m.per_s for m in found) for found in runs]
-            is_good = is_good and rates[0] >= rates[1] and p99s[0] < p99s[1]
+            is_good = is_good and rates[0] >= rates[1] and walls[0] >= walls[1] and p99s[0] < p99s[1]
             print(
                 f"{method} x{connections:<5}{rates[0]:17.0f}{rates[1]:8.0f}{rates[0] / rates[1]:7.2f}"
                 f"{p99s[0]:14.2f}{p99s[1]:8.2f}{p99s[0] / p99s[1]:7.2f}{walls[0] / walls[1]:8.2f}"
@@ -118,7 +119,7 @@ def compare(ours: Server, wheel: Server, rounds: int) -> bool:
 
 
 def list_many(ours: Server) -> bool:
-    """`metadata ls` of SEGMENTS segments, without and with the knock on each port; whether the list takes under 1 s."""
+    """`metadata ls` of SEGMENTS segments, without and with the knock on each port; whether each takes under 1 s."""
     store = open_store(ours.url)
     for i in range(SEGMENTS):
         name = f"127.{i >> 14 & 127}.{i >> 7 & 127}.{1 + (i & 127)}:13003"
@@ -126,7 +127,7 @@ def list_many(ours: Server) -> bool:
         store.put(f"mooncake/ram/{name}", VALUE)
         store.put(f"mooncake/rpc_meta/{name}", meta)
     started = time.perf_counter()
-    count = len(store.list("mooncake/ram/"))
+    count = len(store.list("mooncake/ram/127."))
     list_s = time.perf_counter() - started
     store.close()
     command = [sys.executable, "-m", "mooncake_v0", "metadata", "ls", ours.url]
@@ -136,7 +137,7 @@ def list_many(ours: Server) -> bool:
         subprocess.run([*command, *extra], check=True, stdout=subprocess.DEVNULL, timeout=120)
         took_s.append(time.perf_counter() - started)
     print(f"{count} segments listed in {list_s:.2f} s; `metadata ls` {took_s[0]:.2f} s, with probes {took_s[1]:.2f} s")
-    return count == SEGMENTS and list_s < 1
+    return count == SEGMENTS and max(list_s, *took_s) < 1
 
 
 async def connect_many(ours: Server) -> bool:
