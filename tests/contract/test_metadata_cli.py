@@ -184,7 +184,7 @@ def test_watch_prints_changes_until_its_time_is_over(url: str) -> None:
     servers.wait_until(changed, "the first change", 10)
     first = json.loads(watching.stdout.readline())
     watching.stdout.close()
-    assert watching.wait(20) in (0, 141)
+    assert watching.wait(60) in (0, 141)  # 141: a change came after the pipe was closed
     store.close()
 
     assert (first["kind"], first["key"]) == ("put", "mooncake/a")
