@@ -50,6 +50,7 @@ class TransferOptions:
     base_port: int
     folder: Path
     rounds: int = 5
+    checksum: str = AUTO
     device: str = "cpu"
     peer_python: str | None = None
 
@@ -121,6 +122,7 @@ class Sweep:
                 config=config,
                 engine_port=base + _RAW_ENGINE_OFFSET + 2 * at,
                 transport=self._asked_transport,
+                checksum=options.checksum,
                 device=options.device,
             )
         self._source = self._prefill.result(_CONNECT_S)
@@ -248,6 +250,7 @@ def _run(options: TransferOptions, upstream_version: str) -> dict[str, object]:
         "token_bytes": options.shape.token_bytes,
         "device": options.device,
         "rounds": options.rounds,
+        "checksum": options.checksum,
         "torch_threads": int(_threads()),
         "cpus": len(os.sched_getaffinity(0)),
         "upstream": f"vllm {upstream_version}" if upstream_version else None,

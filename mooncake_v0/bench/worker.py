@@ -51,6 +51,7 @@ class Worker:
         config: dict[str, Any],
         engine_port: int,
         transport: str,
+        checksum: str,
         device: str,
     ) -> dict[str, Any]:
         """Make cache and pool, start agent and engine. Returns where the raw engine is to read."""
@@ -60,7 +61,8 @@ class Worker:
             Endpoint(**config["prefill"]), Endpoint(**config["decode"]), config["metadata_server"], "tcp"
         )
         pool_nbytes = self.shape.entry_bytes(blocks) + ALIGNMENT_BYTES  # the limit is cut to whole pages
-        settings = AgentSettings(role, 0, 1, mooncake, {"shape": self.shape.name}, pool_nbytes, transport=transport)
+        model = {"shape": self.shape.name}
+        settings = AgentSettings(role, 0, 1, mooncake, model, pool_nbytes, transport=transport, checksum=checksum)
         self.client = AgentClient(settings, self._page_locks(device))
         self.client.start()
         self.client.wait_started(WAIT_S)

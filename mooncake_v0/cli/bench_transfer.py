@@ -67,6 +67,13 @@ TRANSPORTS = ("auto", "engine", "shm")  # transfer.agent_settings.TRANSPORTS, wi
     show_default=True,
     help="May be given several times: one sweep for each.",
 )
+@click.option(
+    "--checksum",
+    type=click.Choice(("auto", "on", "off")),
+    default="auto",
+    show_default=True,
+    help="A checksum for each entry that the engine moves; auto: with four cores or more.",
+)
 @click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True, help="Medians of so many.")
 @click.option("--device", default="auto", show_default=True, metavar="cpu|cuda|cuda:N", help="Where the KV caches are.")
 @click.option(
@@ -81,6 +88,7 @@ def transfer(
     prompt_tokens: tuple[int, ...] | None,
     kv_bytes: str | None,
     transport_names: tuple[str, ...],
+    checksum: str,
     rounds: int,
     device: str,
     peer_python: str | None,
@@ -118,6 +126,7 @@ def transfer(
             find_free_range(PORTS),
             folder,
             rounds=rounds,
+            checksum=checksum,
             device=device,
             peer_python=peer_python,
         )

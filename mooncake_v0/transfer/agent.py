@@ -28,7 +28,8 @@ import zmq
 from mooncake_v0.config.model import RankPorts
 from mooncake_v0.errors import EngineError, ProtocolError, TransferError
 from mooncake_v0.metadata.registry import InstanceRecord
-from mooncake_v0.transfer.agent_settings import ENGINE, AgentSettings
+from mooncake_v0.transfer.agent_settings import AUTO, ENGINE, AgentSettings
+from mooncake_v0.transfer.checksums import Hasher, is_wanted
 from mooncake_v0.transfer.decode_side import DecodeSide
 from mooncake_v0.transfer.engine import EngineSettings, check_descriptor, engine_takes
 from mooncake_v0.transfer.engine_thread import READY, STARTING, EngineThread, ReadResult, engine_opener
@@ -92,6 +93,7 @@ class Agent:
         self._next_resolve_s = 0.0
         self._resolver = ThreadPoolExecutor(1, "resolver")
         self._resolving: Future[str] | None = None
+        self._hasher = Hasher(pool) if is_wanted(settings.checksum, settings.config.protocol) else None
         self._side: PrefillSide | DecodeSide
         self._pool_offer: PoolOffer | None = None
         self._peer_pool: PeerPoolMapping | None = None
@@ -99,7 +101,7 @@ class Agent:
             self._buffer = LookupBuffer(
                 pool.nbytes, ttl_s=settings.ttl_s, on_free=lambda entry: pool.set_generation(entry.offset, 0)
             )
-            self._side = PrefillSide(self._buffer, self._peer, pool, self._send)
+            self._side = PrefillSide(self._buffer, self._peer, pool, send=self._send, hasher=self._hasher)
             if settings.transport != ENGINE:
                 self._pool_offer = PoolOffer(pool)
         else:
@@ -111,13 +113,18 @@ class Agent:
                 send=self._send,
                 submit=self._engine.submit,
                 cancel=self._engine.cancel_queued,
+                hasher=self._hasher,
+                may_stop_checking=settings.checksum == AUTO,
             )
             self._peer_pool = PeerPoolMapping(settings.transport, events, self._side.mapped)
 
     def run(self) -> int:
         """Until the worker goes or SIGTERM comes; returns the exit code."""
         self._poller.register(self._worker.fileno(), zmq.POLLIN)
-        self._poller.register(self._engine.wake_receiver.fileno(), zmq.POLLIN)
+        self._poller.register(self._engine.wake_up.fileno(), zmq.POLLIN)
+        if self._hasher is not None:
+            self._poller.register(self._hasher.wake_up.fileno(), zmq.POLLIN)
+            self._hasher.start()
         if self._pool_offer is not None:
             self._poller.register(self._pool_offer.listener.fileno(), zmq.POLLIN)
         self._reply(WorkerStatus(0, self.status()))  # the first message: calls may come
@@ -133,6 +140,8 @@ class Agent:
             self._poller.poll(self._wait_ms(next_tick_s))
             self._serve_worker()
             self._serve_engine()
+            for running in self._hasher.take_complete() if self._hasher is not None else ():
+                self._side.on_hashed(running)
             self._serve_peer()
             if self._pool_offer is not None:
                 self._pool_offer.serve()

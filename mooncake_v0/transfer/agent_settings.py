@@ -9,6 +9,8 @@ from mooncake_v0.config.model import Endpoint, MooncakeConfig, RankPorts, Role
 
 AUTO, ENGINE, SHM = "auto", "engine", "shm"
 TRANSPORTS = (AUTO, ENGINE, SHM)
+ON, OFF = "on", "off"
+CHECKSUMS = (AUTO, ON, OFF)
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class AgentSettings:
     fingerprint: what both sides' models must agree on
     transport:   AUTO maps the peer's pool where both sides are on one host, SHM also says so where it cannot, ENGINE never
                  does
+    checksum:    auto, on or off, see `transfer.checksums`
     """
 
     role: Role
@@ -31,6 +34,7 @@ class AgentSettings:
     log_level: str = "INFO"
     api_url: str | None = None
     transport: str = AUTO
+    checksum: str = AUTO
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Callable
 
+from mooncake_v0.transfer.checksums import PART_BYTES, Cost, Hasher, Running
 from mooncake_v0.transfer.engine_thread import ReadJob, ReadResult
 from mooncake_v0.transfer.lookup_buffer import FULL, HELD, LOST, TOO_LARGE, TRANSFERRING, Entry, LookupBuffer
 from mooncake_v0.transfer.mapped_entries import MappedEntries
@@ -51,11 +52,15 @@ LATE = "late"  # reasons in Selected
 UNKNOWN = "unknown"
 NO_PEER = "no_peer"
 FAILED = "failed"
+CORRUPT = "corrupt"
 
 
 @dataclass
 class Transfer:
-    """An entry on its way: how many leading bytes were asked of the engine and how many are here."""
+    """An entry on its way: how many leading bytes were asked of the engine and how many are here.
+
+    running: its checksum, None without; confirmed: prefill's word on it, kept until the checksum is complete
+    """
 
     entry: Entry
     progress_at_s: float
@@ -63,6 +68,9 @@ class Transfer:
     asked_nbytes: int = 0
     done_nbytes: int = 0
     read_s: float = 0.0
+    read_ended_s: float = 0.0
+    running: Running | None = None
+    confirmed: Confirmed | None = None
 
 
 @dataclass
@@ -75,7 +83,10 @@ class Waiter:
 
 
 class DecodeSide:
-    """submit: hands a job to the engine thread; cancel: takes back those that have not begun."""
+    """submit: hands a job to the engine thread; cancel: takes back those that have not begun.
+
+    hasher: None without checksums; may_stop_checking: whether they end when they cost too much
+    """
 
     def __init__(
         self,
@@ -86,6 +97,8 @@ class DecodeSide:
         send: Callable[[Message], None],
         submit: Callable[[ReadJob], None],
         cancel: Callable[[], list[ReadJob]],
+        hasher: Hasher | None,
+        may_stop_checking: bool,
     ) -> None:
         self._buffer = buffer
         self._peer = peer
@@ -93,6 +106,8 @@ class DecodeSide:
         self._send = send
         self._submit = submit
         self._cancel = cancel
+        self._hasher = hasher
+        self._cost = Cost() if may_stop_checking else None
         self._transfers: dict[bytes, Transfer] = {}
         self._queries: dict[bytes, float] = {}  # asked of the peer → when to stop waiting for its answer
         self._reasons: dict[bytes, str] = {}  # why a key will not come; at most _REMEMBERED
@@ -284,6 +299,8 @@ class DecodeSide:
             return
         if transfer.offer is not None and transfer.offer.generation != offer.generation:
             return  # a read of the earlier generation is under way; its confirmation will fail and end the transfer
+        if self._hasher is not None and transfer.offer is None:
+            transfer.running = Running(transfer)
         transfer.offer = offer
         transfer.entry.state = TRANSFERRING
         transfer.progress_at_s = now_s
@@ -292,7 +309,7 @@ class DecodeSide:
             return
         while transfer.asked_nbytes < offer.ready_nbytes:
             start = transfer.asked_nbytes
-            part = min(MAX_PART_BYTES, offer.ready_nbytes - start)
+            part = min(PART_BYTES if transfer.running else MAX_PART_BYTES, offer.ready_nbytes - start)
             transfer.asked_nbytes += part
             local = self._pool_address + transfer.entry.offset + start
             self._submit(ReadJob(transfer, self._peer.segment_name, local, offer.address + start, part))
@@ -308,14 +325,20 @@ class DecodeSide:
             self._read_failed(transfer, result)
             self._settle(now_s)
             return
+        offset = result.job.local_address - self._pool_address
         transfer.done_nbytes += result.job.nbytes
         self._buffer.counters["read_bytes"] += result.job.nbytes
         self._buffer.counters["reads"] += 1
         self._buffer.counters["read_us"] += round(result.seconds * 1e6)
         if self._transfers.get(entry.key) is not transfer:  # given up meanwhile
             self._unpin_if_idle(transfer)
-        elif transfer.done_nbytes == entry.nbytes and transfer.offer is not None:
-            self._send(ReadDone(entry.key, transfer.offer.generation))
+            return
+        is_last = transfer.done_nbytes == entry.nbytes
+        if self._hasher is not None and transfer.running is not None:
+            self._hasher.submit(transfer.running, offset, result.job.nbytes, is_last)
+        if is_last and transfer.offer is not None:
+            transfer.read_ended_s = now_s
+            self._send(ReadDone(entry.key, transfer.offer.generation, transfer.running is not None))
 
     def _read_failed(self, transfer: Transfer, result: ReadResult) -> None:
         logger.warning("%s", result.error)
@@ -339,10 +362,38 @@ class DecodeSide:
         if not message.valid or transfer.done_nbytes != transfer.entry.nbytes:
             self._give_up(message.key, FAILED)
             return
-        del self._transfers[message.key]
+        transfer.confirmed = message
+        self._finish(transfer)
+
+    def on_hashed(self, running: Running) -> None:
+        transfer: Transfer = running.token
+        if self._transfers.get(transfer.entry.key) is transfer:
+            self._finish(transfer)
+            self._settle(time.monotonic())
+
+    def _finish(self, transfer: Transfer) -> None:
+        """The entry may be used, once prefill has confirmed it and its checksum, if there is one, is that of prefill."""
+        confirmed, running, key = transfer.confirmed, transfer.running, transfer.entry.key
+        if confirmed is None or (running is not None and running.digest is None):
+            return
+        if running is not None and confirmed.checksum is not None:
+            self._buffer.counters["checked"] += 1
+            self._weigh(transfer)
+            if running.digest != confirmed.checksum:
+                self._buffer.counters["corrupt"] += 1
+                logger.error("an entry of %d bytes arrived with another checksum: not used", transfer.entry.nbytes)
+                self._give_up(key, CORRUPT)
+                return
+        del self._transfers[key]
         transfer.entry.state = HELD
         self._buffer.unpin(transfer.entry)
         self._buffer.counters["received"] += 1
+
+    def _weigh(self, transfer: Transfer) -> None:
+        """Stop checking where it costs too much."""
+        if self._cost is not None and self._cost.add(transfer.read_s, transfer.read_ended_s):
+            logger.info("checksums end: they make entries ready later by %s", self._cost)
+            self._hasher = self._cost = None
 
     def _give_up(self, key: bytes, reason: str) -> None:
         """End a transfer; its bytes are freed when no read of it is under way any more."""

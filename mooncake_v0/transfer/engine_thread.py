@@ -6,10 +6,8 @@ read at a time is also the fastest: each waiting transfer burns a core (engine 0
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
-import socket
 import threading
 import time
 from collections import deque
@@ -18,6 +16,7 @@ from typing import Any, Callable, Protocol, Union
 
 from mooncake_v0.errors import EngineError, MetadataError, MooncakeV0Error, UnsupportedError
 from mooncake_v0.transfer.engine import TRANSFER_TIMEOUT_S, EngineSettings, MooncakeEngine
+from mooncake_v0.transfer.wake_up import WakeUp
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +61,7 @@ class EngineThread(threading.Thread):
         self._open_engine = open_engine
         self._jobs: queue.Queue[ReadJob | None] = queue.Queue()
         self._results: deque[Result] = deque()
-        self.wake_receiver, self._wake_sender = socket.socketpair()
-        self.wake_receiver.setblocking(False)
-        self._wake_sender.setblocking(False)
+        self.wake_up = WakeUp()
         self.reading_since: float | None = None  # monotonic seconds; None while idle
 
     def submit(self, job: ReadJob) -> None:
@@ -82,9 +79,7 @@ class EngineThread(threading.Thread):
                 taken.append(job)
 
     def take_results(self) -> list[Result]:
-        with contextlib.suppress(BlockingIOError):
-            while self.wake_receiver.recv(4096):
-                pass
+        self.wake_up.clear()
         found = []
         while self._results:
             found.append(self._results.popleft())
@@ -139,8 +134,7 @@ class EngineThread(threading.Thread):
 
     def _post(self, result: Result) -> None:
         self._results.append(result)
-        with contextlib.suppress(BlockingIOError):  # the receiver has unread wake-ups already
-            self._wake_sender.send(b"x")
+        self.wake_up.set()
 
 
 def engine_opener(

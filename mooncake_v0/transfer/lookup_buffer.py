@@ -34,7 +34,10 @@ FULL = "full"
 
 @dataclass
 class Entry:
-    """One key's bytes in the pool. generation tells a reader whether the region was reused under the same key."""
+    """One key's bytes in the pool. generation tells a reader whether the region was reused under the same key.
+
+    checksum: of the complete entry, once it is known
+    """
 
     key: bytes
     nbytes: int
@@ -44,6 +47,7 @@ class Entry:
     used_at_s: float
     ready_nbytes: int = 0
     pins: int = 0
+    checksum: int | None = None
     doomed: bool = field(default=False, repr=False)
 
 

@@ -89,7 +89,6 @@ class Ready(Message, frozen=True):
     address: int
     nbytes: int
     ready_nbytes: int
-    checksum: int = 0
 
 
 class Withdrawn(Message, frozen=True):
@@ -97,8 +96,11 @@ class Withdrawn(Message, frozen=True):
 
 
 class ReadDone(Message, frozen=True):
+    """wants_checksum: Confirmed is to have the entry's, if prefill computes one."""
+
     key: bytes
     generation: int
+    wants_checksum: bool = False
 
 
 class ReadFailed(Message, frozen=True):
@@ -110,6 +112,7 @@ class Confirmed(Message, frozen=True):
     key: bytes
     generation: int
     valid: bool
+    checksum: int | None = None
 
 
 class Used(Message, frozen=True):

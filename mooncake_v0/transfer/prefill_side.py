@@ -12,6 +12,7 @@ import logging
 import time
 from typing import Callable
 
+from mooncake_v0.transfer.checksums import Hasher, Running
 from mooncake_v0.transfer.lookup_buffer import HELD, LOST, READY, RESERVED, Entry, LookupBuffer
 from mooncake_v0.transfer.messages import (
     Abort,
@@ -45,13 +46,19 @@ NO_PEER = "no_peer"
 
 
 class PrefillSide:
-    """send: to the peer, dropped when there is none."""
+    """send: to the peer, dropped when there is none; hasher: None without checksums."""
 
-    def __init__(self, buffer: LookupBuffer, peer: Peer, pool: Pool, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self, buffer: LookupBuffer, peer: Peer, pool: Pool, *, send: Callable[[Message], None], hasher: Hasher | None
+    ) -> None:
         self._buffer = buffer
         self._peer = peer
         self._pool = pool
         self._send = send
+        self._hasher = hasher
+        self._peer_checks = True  # until a ReadDone says that it does not
+        self._hashing: dict[bytes, Entry] = {}
+        self._unconfirmed: dict[bytes, ReadDone] = {}  # waiting for their checksum
         pool.clear_generations()
         self._held_by_peer: set[bytes] = set()
         self._reading: dict[bytes, tuple[Entry, float]] = {}  # offered to the peer: pinned until, monotonic seconds
@@ -82,9 +89,11 @@ class PrefillSide:
 
     def on_peer_up(self) -> None:
         self._held_by_peer.clear()
+        self._peer_checks = True
 
     def on_peer_down(self) -> None:
         self._held_by_peer.clear()
+        self._unconfirmed.clear()
         for key in list(self._reading):
             self._unpin(key)
 
@@ -137,6 +146,22 @@ class PrefillSide:
             self._buffer.counters["stored"] += 1
             self._buffer.counters["stored_bytes"] += entry.nbytes
         self._offer(entry)
+        if self._hasher is not None and self._peer_checks and entry.state == READY:
+            self._hashing[key] = entry
+            self._buffer.pin(entry)
+            self._hasher.submit(Running(entry), entry.offset, entry.nbytes, is_last=True)
+
+    def on_hashed(self, running: Running) -> None:
+        """An entry's checksum is known."""
+        entry: Entry = running.token
+        entry.checksum = running.digest
+        self._buffer.unpin(entry)
+        self._buffer.counters["checksums"] += 1
+        if self._hashing.get(entry.key) is entry:
+            del self._hashing[entry.key]
+            waiting = self._unconfirmed.pop(entry.key, None)
+            if waiting is not None:
+                self._read_done(waiting)
 
     def _offer(self, entry: Entry) -> None:
         if not self._peer.up:
@@ -158,16 +183,21 @@ class PrefillSide:
 
     def _read_done(self, message: ReadDone) -> None:
         entry = self._buffer.get(message.key)
+        self._peer_checks = message.wants_checksum
+        if message.wants_checksum and message.key in self._hashing:
+            self._unconfirmed[message.key] = message
+            return
         valid = entry is not None and entry.generation == message.generation and entry.state in (READY, HELD)
         if valid and entry is not None:
             entry.state = HELD
             self._held_by_peer.add(message.key)
             self._buffer.counters["delivered"] += 1
         self._unpin(message.key)
-        self._send(Confirmed(message.key, message.generation, valid))
+        self._send(Confirmed(message.key, message.generation, valid, entry.checksum if valid and entry else None))
 
     def _used(self, message: Used) -> None:
         """The peer has copied an entry out of this pool: it needs no pin, and is recent."""
+        self._peer_checks = False
         entry = self._buffer.get(message.key)
         if entry is None or entry.generation != message.generation:
             return

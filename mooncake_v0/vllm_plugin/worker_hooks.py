@@ -26,7 +26,7 @@ from mooncake_v0.kv.connector import MISSING, Consumer, Producer, pack_block_ids
 from mooncake_v0.kv.layout import KVLayout, find_block_dim
 from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan, content_key, decode_plan, encode_plan
 from mooncake_v0.transfer.agent_client import AgentClient, PageLocks
-from mooncake_v0.transfer.agent_settings import AUTO, TRANSPORTS, AgentSettings
+from mooncake_v0.transfer.agent_settings import CHECKSUMS, TRANSPORTS, AgentSettings
 from mooncake_v0.transfer.pool import Pool
 from mooncake_v0.vllm_plugin.fingerprint import adapter_identity, model_fingerprint
 from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
@@ -146,7 +146,8 @@ class WorkerTransfer:
                 secret_file=os.environ.get("MOONCAKE_V0_SECRET_FILE"),
                 log_level=logging.getLevelName(logger.getEffectiveLevel()),
                 api_url=self.config.api_url,
-                transport=_transport(),
+                transport=_choice("MOONCAKE_V0_TRANSPORT", TRANSPORTS),
+                checksum=_choice("MOONCAKE_V0_CHECKSUM", CHECKSUMS),
             ),
             _page_locks(layout.device),
         )
@@ -353,11 +354,12 @@ def _page_locks(device: torch.device) -> PageLocks:
     return PageLocks(lock, unlock)
 
 
-def _transport() -> str:
-    text = os.environ.get("MOONCAKE_V0_TRANSPORT", AUTO)
-    if text not in TRANSPORTS:
-        logger.warning("MOONCAKE_V0_TRANSPORT is %r, not one of %s: %s is used", text, ", ".join(TRANSPORTS), AUTO)
-        return AUTO
+def _choice(variable: str, choices: tuple[str, ...]) -> str:
+    """A variable's value; the first choice is the default."""
+    text = os.environ.get(variable, choices[0])
+    if text not in choices:
+        logger.warning("%s is %r, not one of %s: %s is used", variable, text, ", ".join(choices), choices[0])
+        return choices[0]
     return text
 
 
