@@ -14,6 +14,7 @@ import ctypes
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import sys
@@ -51,7 +52,6 @@ from mooncake_v0.transfer.messages import (
     Welcome,
     WorkerStatus,
     WorkerStatusRequest,
-    decode_worker,
     encode,
 )
 from mooncake_v0.transfer.peer import PING_EVERY_S, Peer, disagreement, explain_disagreement
@@ -60,6 +60,7 @@ from mooncake_v0.transfer.pool import Pool
 from mooncake_v0.transfer.prefill_side import PrefillSide
 from mooncake_v0.transfer.same_host import PoolOffer
 from mooncake_v0.transfer.side_channel import SideChannel, resolve
+from mooncake_v0.transfer.worker_checks import MAX_COUNTERS, decode_checked
 
 logger = logging.getLogger("mooncake_v0.agent")
 
@@ -119,7 +120,13 @@ class Agent:
             self._peer_pool = PeerPoolMapping(settings.transport, events, self._side.mapped)
 
     def run(self) -> int:
-        """Until the worker goes or SIGTERM comes; returns the exit code."""
+        """Until the worker goes or SIGTERM comes; returns the exit code. The keys are removed however it ends."""
+        try:
+            return self._run()
+        finally:
+            self._close()
+
+    def _run(self) -> int:
         self._poller.register(self._worker.fileno(), zmq.POLLIN)
         self._poller.register(self._engine.wake_up.fileno(), zmq.POLLIN)
         if self._hasher is not None:
@@ -145,7 +152,6 @@ class Agent:
             self._serve_peer()
             if self._pool_offer is not None:
                 self._pool_offer.serve()
-        self._close()
         return code
 
     def stop(self, signum: int = 0, frame: FrameType | None = None) -> None:
@@ -190,7 +196,7 @@ class Agent:
             if not data:
                 self.stopping = True
                 return
-            message = decode_worker(data)
+            message = decode_checked(data)
             if isinstance(message, WorkerStatusRequest):
                 self._reply(WorkerStatus(message.call, self.status()))
                 continue
@@ -199,9 +205,13 @@ class Agent:
                     self._peer_pool.on_mapped(message.number)
                 continue
             if isinstance(message, Release):
-                for name, value in message.counters.items():
-                    self._worker_counters[name] = self._worker_counters.get(name, 0) + value
+                self._count(message.counters)
             self._side.on_worker(message, self._reply)
+
+    def _count(self, counters: dict[str, float]) -> None:
+        for name, value in counters.items():
+            if name in self._worker_counters or len(self._worker_counters) < MAX_COUNTERS:
+                self._worker_counters[name] = self._worker_counters.get(name, 0) + value
 
     def _reply(self, message: Message) -> None:
         try:
@@ -453,10 +463,18 @@ def _read_secret(path: str | None) -> bytes | None:
         return file.read().strip()
 
 
+def _raise_file_limit() -> None:
+    """As many descriptors as the system allows: each read is a connection, and strangers can hold many at the port."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main(argv: list[str]) -> int:
     """``python -m mooncake_v0.transfer.agent POOL_FD CALLS_FD EVENTS_FD``; the settings come on standard input."""
     # SIGTERM when the worker's supervisor thread dies, however it dies
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _raise_file_limit()
     pool_fd, worker_fd, events_fd = (int(text) for text in argv)
     settings = AgentSettings.from_json(sys.stdin.read())
     logging.basicConfig(
@@ -473,11 +491,13 @@ def main(argv: list[str]) -> int:
     agent = Agent(settings, worker, events, pool)
     signal.signal(signal.SIGTERM, agent.stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to the worker, whose end ends us
+    code = 1
     try:
         code = agent.run()
     except ProtocolError as error:
         logger.error("the worker sent %s", error)
-        code = 1
+    except Exception:
+        logger.exception("this agent ends")
     # The engine's threads may hang in a connect; its keys are removed by now or cannot be.
     logging.shutdown()
     os._exit(code)

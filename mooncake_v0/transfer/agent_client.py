@@ -43,10 +43,10 @@ from mooncake_v0.transfer.messages import (
     Status,
     WorkerStatus,
     WorkerStatusRequest,
-    decode_worker,
     encode,
 )
 from mooncake_v0.transfer.pool import Pool
+from mooncake_v0.transfer.worker_checks import decode_checked
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,9 @@ class AgentClient:
 
     def reserve(self, keys: Sequence[bytes], nbytes: Sequence[int]) -> Reserved:
         """Space for entries, per key an offset or -1 with the reason."""
-        return self._call(Reserve(self._next_call(), list(keys), list(nbytes)), Reserved, CALL_DEADLINE_S)
+        answer = self._call(Reserve(self._next_call(), list(keys), list(nbytes)), Reserved, CALL_DEADLINE_S)
+        self._check_inside(len(keys), [0] * len(answer.offsets), answer.offsets, nbytes)
+        return answer
 
     def commit(self, keys: Sequence[bytes], ready_nbytes: Sequence[int]) -> None:
         self._tell(Commit(list(keys), list(ready_nbytes)))
@@ -129,11 +131,15 @@ class AgentClient:
 
     def select(self, keys: Sequence[bytes], wait_s: float) -> Selected:
         """Pin entries; waits up to wait_s for those in flight. Every offset must be given back by `release`."""
-        return self._call(Select(self._next_call(), list(keys), wait_s), Selected, wait_s + CALL_DEADLINE_S)
+        answer = self._call(Select(self._next_call(), list(keys), wait_s), Selected, wait_s + CALL_DEADLINE_S)
+        self._check_inside(len(keys), answer.pools, answer.offsets, answer.nbytes)
+        return answer
 
     def poll(self, keys: Sequence[bytes], wait_s: float) -> list[bool]:
         """Which entries are settled: here, or known not to come. Waits up to wait_s for the first one."""
-        return self._call(Poll(self._next_call(), list(keys), wait_s), Polled, wait_s + CALL_DEADLINE_S).settled
+        answer = self._call(Poll(self._next_call(), list(keys), wait_s), Polled, wait_s + CALL_DEADLINE_S)
+        self._check_inside(len(keys), [0] * len(answer.settled), [-1] * len(answer.settled), [])
+        return answer.settled
 
     def release(self, keys: Sequence[bytes], counters: dict[str, float]) -> None:
         self._tell(Release(list(keys), counters))
@@ -165,17 +171,36 @@ class AgentClient:
             try:
                 sock.settimeout(deadline_s)
                 sock.send(encode(message))
-                while True:
+                while time.monotonic() < until_s:  # an agent may talk all the time and never answer
                     sock.settimeout(max(0.001, until_s - time.monotonic()))
                     data = sock.recv(MAX_MESSAGE_BYTES)
                     if not data:
                         raise ConnectionError("the agent has closed its socket")
-                    answer = decode_worker(data)
+                    answer = decode_checked(data)
                     if isinstance(answer, kind) and answer.call == message.call:
                         return answer
+                raise TimeoutError
             except OSError as error:
                 self._hang_up()
                 raise AgentUnavailableError(f"the transfer agent gave no answer within {deadline_s:.1f} s") from error
+            except ProtocolError as error:
+                self._hang_up()
+                raise AgentUnavailableError(f"the transfer agent sent {error}") from error
+
+    def _check_inside(self, count: int, pools: Sequence[int], offsets: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Give up an agent that answers for other keys than were asked, or with bytes outside of a pool."""
+        rows = zip(pools, offsets, nbytes)
+        if len(offsets) == count and all(offset + size <= self._nbytes_of(number) for number, offset, size in rows):
+            return
+        self._hang_up()
+        raise AgentUnavailableError("the transfer agent answers with entries that cannot be")
+
+    def _nbytes_of(self, number: int) -> int:
+        """Size of a pool; a peer's that is not mapped any more is not looked into (its number is compared again)."""
+        if number == 0:
+            return self.pool.nbytes
+        pool = self.peer_pool if number == self.peer_pool_number else None
+        return sys.maxsize if pool is None else pool.nbytes
 
     def _tell(self, message: Message) -> None:
         with self._io_lock:
@@ -261,7 +286,7 @@ class AgentClient:
         try:
             self._events.settimeout(_WATCH_S)
             data, descriptors, _, _ = socket.recv_fds(self._events, MAX_MESSAGE_BYTES, 1)
-            event = decode_worker(data) if data else None
+            event = decode_checked(data) if data else None
         except socket.timeout:
             return True
         except (OSError, ProtocolError):

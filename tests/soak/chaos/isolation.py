@@ -41,15 +41,20 @@ def start_isolated(module: str, arguments: Sequence[str]) -> subprocess.Popen[by
     return subprocess.Popen([*isolate_command(), module, *arguments], preexec_fn=_die_with_parent)
 
 
+class Terminated(BaseException):
+    """SIGTERM came."""
+
+
 def wait_isolated(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code. Ctrl-C reaches it too: it gets a minute to report, a second Ctrl-C or SIGTERM ends it at once."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    """Its exit code. After Ctrl-C, which it sees too, it has a minute to report; SIGTERM ends it and all below at once."""
+    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
     try:
         try:
             return process.wait()
         except KeyboardInterrupt:
             return process.wait(_END_S)
-    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+    except (KeyboardInterrupt, Terminated, subprocess.TimeoutExpired):
         return 130
     finally:
         if process.poll() is None:
@@ -57,8 +62,8 @@ def wait_isolated(process: subprocess.Popen[bytes]) -> int:
             process.wait()
 
 
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
+def _terminated(signum: int, frame: object) -> None:
+    raise Terminated
 
 
 def _die_with_parent() -> None:
