@@ -69,6 +69,7 @@ REFUSED_RETRY_S = 2.0
 RESOLVE_EVERY_S = 2.0
 TAKEN_FOR_S = 3 * PING_EVERY_S
 STUCK_READ_S = 15.0  # only a connect to a host that drops packets lasts longer (133 s); nothing can interrupt it
+CLEAR_EACH_TICK_BYTES = 256 << 20  # some 20 ms of the main loop
 EXIT_REPLACE_ME = 75
 _PR_SET_PDEATHSIG = 1
 
@@ -100,13 +101,16 @@ class Agent:
         self._peer_pool: PeerPoolMapping | None = None
         if settings.role == "prefill":
             self._buffer = LookupBuffer(
-                pool.nbytes, ttl_s=settings.ttl_s, on_free=lambda entry: pool.set_generation(entry.offset, 0)
+                pool.nbytes,
+                ttl_s=settings.ttl_s,
+                on_free=lambda entry: pool.set_generation(entry.offset, 0),
+                clear=pool.clear,
             )
             self._side = PrefillSide(self._buffer, self._peer, pool, send=self._send, hasher=self._hasher)
             if settings.transport != ENGINE:
                 self._pool_offer = PoolOffer(pool)
         else:
-            self._buffer = LookupBuffer(pool.nbytes, ttl_s=settings.ttl_s)
+            self._buffer = LookupBuffer(pool.nbytes, ttl_s=settings.ttl_s, clear=pool.clear)
             self._side = DecodeSide(
                 self._buffer,
                 self._peer,
@@ -181,6 +185,7 @@ class Agent:
         if self._peer.silent(now_s):
             self._lose_peer(f"it has been silent for {now_s - self._peer.heard_at_s:.1f} s")
         self._side.tick(now_s)
+        self._buffer.clear_some(CLEAR_EACH_TICK_BYTES)
         return 0
 
     # --- worker and engine --------------------------------------------------------------------------------------------

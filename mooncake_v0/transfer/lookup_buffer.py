@@ -7,7 +7,9 @@ One agent owns one; it has no sockets, no threads and no clock of its own. An en
 
 and from every state out of the buffer: EVICTED (least recent use, for space), EXPIRED (age), LOST (peer's epoch ended,
 read failed, aborted). Each way out is counted. A look-up removes nothing. A pinned entry (being written, read or
-scattered) is never evicted; its bytes are freed when the last pin goes.
+scattered) is never evicted; its bytes are freed when the last pin goes. The bytes of an evicted entry are reused at once;
+those of an expired or lost one are cleared first, a little at a time (`clear_some`), so that they do not lie there for
+whoever can read the pool.
 """
 
 from __future__ import annotations
@@ -54,11 +56,16 @@ class Entry:
 class LookupBuffer:
     """Entries in a pool of limit_bytes; a hard limit, counted on what is stored.
 
-    on_free: called with an entry whose bytes may be reused from now on.
+    on_free: called with an entry before its bytes may change; clear: sets (offset, nbytes) of the pool to zero
     """
 
     def __init__(
-        self, limit_bytes: int, *, ttl_s: float, on_free: Callable[[Entry], None] = lambda entry: None
+        self,
+        limit_bytes: int,
+        *,
+        ttl_s: float,
+        on_free: Callable[[Entry], None] = lambda entry: None,
+        clear: Callable[[int, int], None] = lambda offset, nbytes: None,
     ) -> None:
         self.allocator = Allocator(limit_bytes)
         self.ttl_s = ttl_s
@@ -68,6 +75,8 @@ class LookupBuffer:
         # never one of an agent before this one, whose entries another process may still be looking at
         self._generation = int.from_bytes(os.urandom(5), "little") << 22
         self._on_free = on_free
+        self._clear = clear
+        self._uncleared: list[Entry] = []  # each with one pin of ours
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -97,7 +106,7 @@ class LookupBuffer:
             return TOO_LARGE
         offset = self.allocator.allocate(nbytes)
         while offset is None:
-            if not self._evict_one():
+            if not self.clear_some(nbytes) and not self._evict_one():
                 self.counters["refused_full"] += 1
                 return FULL
             offset = self.allocator.allocate(nbytes)
@@ -122,7 +131,10 @@ class LookupBuffer:
         self.counters[why] += 1
         self.dropped.append(entry.key)
         entry.doomed = True
-        if not entry.pins:
+        if why != EVICTED:
+            self.pin(entry)
+            self._uncleared.append(entry)
+        elif not entry.pins:
             self._free(entry)
 
     def expire(self, now_s: float) -> None:
@@ -136,6 +148,19 @@ class LookupBuffer:
     def _free(self, entry: Entry) -> None:
         self._on_free(entry)
         self.allocator.free(entry.offset)
+
+    def clear_some(self, budget_bytes: int) -> bool:
+        """Clear and free entries that expired or were lost, until about so many bytes are done; False if none was."""
+        done_bytes = 0
+        for entry in [entry for entry in self._uncleared if entry.pins == 1]:
+            if done_bytes >= budget_bytes:
+                break
+            self._on_free(entry)
+            self._clear(entry.offset, entry.nbytes)
+            self._uncleared.remove(entry)
+            self.unpin(entry)
+            done_bytes += entry.nbytes
+        return done_bytes > 0
 
     def take_dropped(self) -> list[bytes]:
         dropped, self.dropped = self.dropped, []

@@ -63,6 +63,9 @@ class Pool:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), _MADV_POPULATE_WRITE)
 
+    def clear(self, offset: int, nbytes: int) -> None:
+        ctypes.memset(self.address + offset, 0, nbytes)
+
     @property
     def nonce(self) -> bytes:
         return bytes(self.map[self.nbytes : self.nbytes + NONCE_BYTES])

@@ -112,6 +112,8 @@ def test_entries_expire(make_agents: MakeAgents) -> None:
     agents.fetch(1)
 
     wait_until(lambda: agents.decode.status().entries == 0 and agents.prefill.status().entries == 0)
+    for client in (agents.prefill, agents.decode):
+        wait_until(lambda client=client: not any(client.pool.map[: MIB + 4096]), "expired bytes are cleared")  # type: ignore[misc]
 
     assert agents.fetch(1) == "unknown"
     assert agents.decode.status().counters["expired"] == 1

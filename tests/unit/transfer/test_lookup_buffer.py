@@ -82,6 +82,59 @@ def test_entries_expire_by_age_since_their_last_use() -> None:
     assert buffer.counters[EXPIRED] == 1
 
 
+def test_bytes_of_expired_and_lost_entries_are_cleared_before_they_are_free() -> None:
+    said: list[tuple[str, int]] = []
+    buffer = LookupBuffer(
+        4 * PAGE,
+        ttl_s=10,
+        on_free=lambda entry: said.append(("may change", entry.offset)),
+        clear=lambda offset, nbytes: said.append(("cleared", offset)),
+    )
+    old, lost = held(buffer, 1, now_s=0.0), held(buffer, 2, now_s=20.0)
+    buffer.expire(11.0)
+    buffer.remove(lost, LOST)
+    assert (said, buffer.used_bytes) == ([], 2 * PAGE)
+
+    assert buffer.clear_some(1)
+    assert (said[:2], buffer.used_bytes) == ([("may change", old.offset), ("cleared", old.offset)], PAGE)
+    assert buffer.clear_some(PAGE) and not buffer.clear_some(PAGE)
+    assert ("cleared", lost.offset) in said
+    assert buffer.used_bytes == 0
+
+
+def test_a_pinned_entry_is_cleared_after_its_last_pin() -> None:
+    cleared: list[int] = []
+    buffer = LookupBuffer(PAGE, ttl_s=10, clear=lambda offset, nbytes: cleared.append(offset))
+    entry = held(buffer, 1)
+    buffer.pin(entry)
+    buffer.remove(entry, LOST)
+
+    assert not buffer.clear_some(PAGE)
+
+    buffer.unpin(entry)
+    assert buffer.clear_some(PAGE) and cleared == [0]
+
+
+def test_space_that_waits_to_be_cleared_is_cleared_for_a_new_entry() -> None:
+    cleared: list[int] = []
+    buffer = LookupBuffer(2 * PAGE, ttl_s=10, clear=lambda offset, nbytes: cleared.append(offset))
+    buffer.remove(held(buffer, 1, pages=2), LOST)
+
+    held(buffer, 2, pages=2)
+
+    assert cleared == [0]
+
+
+def test_an_evicted_entry_is_reused_without_clearing() -> None:
+    cleared: list[int] = []
+    buffer = LookupBuffer(PAGE, ttl_s=10, clear=lambda offset, nbytes: cleared.append(offset))
+    held(buffer, 1)
+
+    held(buffer, 2)
+
+    assert cleared == []
+
+
 def test_generations_tell_a_reused_region_apart() -> None:
     buffer = LookupBuffer(PAGE, ttl_s=10)
     first = held(buffer, 1)
