@@ -18,6 +18,7 @@ from typing import Callable, Sequence
 
 START_TIMEOUT_S = 20.0
 PASSWORD = "s3cret/pw@x"
+SENTINEL_PASSWORD = "an0ther/pw@y"
 PASSWORD_IN_URL = "s3cret%2Fpw%40x"
 
 
@@ -165,6 +166,24 @@ def start_redis_sentinel(folder: Path, replicas: int = 0) -> list[Server]:
     )
     command = ["redis-server", str(config), "--sentinel"]
     return [redis, *copies, Server(command, port, f"redis+sentinel://127.0.0.1:{port}/meta/0", folder).start()]
+
+
+def start_redis_sentinel_logins(folder: Path) -> list[Server]:
+    """A redis with PASSWORD, and a sentinel that lets in only the user `watcher` with SENTINEL_PASSWORD."""
+    redis = start_redis(folder, "--requirepass", PASSWORD)
+    (port,) = free_ports(1)
+    config = folder / "sentinel.conf"
+    config.write_text(
+        f"port {port}\nbind 127.0.0.1\nsentinel monitor meta 127.0.0.1 {redis.port} 1\n"
+        f"sentinel auth-pass meta {PASSWORD}\nuser default off\n"
+        f"user watcher on >{SENTINEL_PASSWORD} allchannels -@all +auth +hello +client +command +ping +sentinel\n"
+    )
+    (folder / "sentinel-password").write_text(SENTINEL_PASSWORD + "\n")
+    url = (
+        f"redis+sentinel://:{PASSWORD_IN_URL}@127.0.0.1:{port}/meta/0"
+        f"?sentinel_user=watcher&sentinel_password_file={folder}/sentinel-password"
+    )
+    return [redis, Server(["redis-server", str(config), "--sentinel"], port, url, folder).start()]
 
 
 def _redis_info(server: Server) -> bytes:

@@ -20,7 +20,8 @@ def metadata() -> None:
       redis://USER:PASS@HOST/DB    rediss://, redis+sentinel://, redis+cluster://
       sqlite:///FILE               sqlite:////FILE for an absolute path
 
-    ?password_file=FILE keeps a password out of the process list.
+    ?password_file=FILE keeps a password out of the process list; sentinels with a login of
+    their own take ?sentinel_user=NAME&sentinel_password_file=FILE besides.
     """
 
 

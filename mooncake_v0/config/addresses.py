@@ -32,7 +32,7 @@ METADATA_SCHEMES = {
 }
 LIST_SCHEMES = tuple(scheme for scheme in METADATA_SCHEMES if scheme.startswith("etcd") or "+" in scheme)
 # options after "?" that the gateway's store takes (mooncake_v0/metadata/store_url.py); the engine's own URLs take none
-STORE_OPTIONS = ("ca", "cert", "key", "password_file")
+STORE_OPTIONS = ("ca", "cert", "key", "password_file", "sentinel_user", "sentinel_password_file")
 
 HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?", re.ASCII)
 ENDPOINT = re.compile(r"(?P<host>[^:\s/\[\]@,]+):(?P<port>[0-9]{1,5})", re.ASCII)

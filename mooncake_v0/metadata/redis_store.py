@@ -107,16 +107,30 @@ class RedisStore:
                 f"{self.url} refused the login or the command: {error}",
                 fix="check user and password, and that the ACL allows get, set, del, scan, mget, eval on mooncake*",
             ) from error
+        except MasterNotFoundError as error:
+            # its text is not passed on: in some versions of redis-py it holds the password
+            raise self._no_master("AuthenticationError" in str(error)) from None
         except TimeoutError as error:
             raise StoreUnavailableError(
                 f"{self.url} did not answer within {self._timeout_s:g} s", fix="check that redis runs and is reachable"
             ) from error
-        except (ConnectionError, MasterNotFoundError, RedisClusterException, OSError) as error:
+        except (ConnectionError, RedisClusterException, OSError) as error:
             raise StoreUnavailableError(
                 f"{self.url} cannot be reached: {error}", fix="check that redis runs and is reachable"
             ) from error
         except RedisError as error:
             raise MetadataError(f"{self.url} answered with an error: {error}", fix="see the redis log") from error
+
+    def _no_master(self, is_login: bool) -> MetadataError:
+        if is_login:
+            return MetadataError(
+                f"the sentinels of {self.url} refused the login",
+                fix="give theirs: ?sentinel_user=NAME&sentinel_password_file=FILE",
+            )
+        return StoreUnavailableError(
+            f"{self.url} cannot be reached: no sentinel knows a master for that name",
+            fix="check the service's name, and that redis and its sentinels run",
+        )
 
 
 def _client(address: StoreURL, timeout_s: float) -> Any:
@@ -131,6 +145,7 @@ def _client(address: StoreURL, timeout_s: float) -> Any:
     if address.family == "redis+sentinel":
         # all sentinels are asked in turn: they share the time
         of_sentinel = _connection_options(address, timeout_s / 2 / len(address.hosts))
+        of_sentinel.update(username=address.sentinel_user, password=address.sentinel_password)
         sentinel_module: Any = redis.sentinel
         sentinel: Any = sentinel_module.Sentinel(list(address.hosts), sentinel_kwargs=of_sentinel)
         return sentinel.master_for(service, **of_server)

@@ -8,7 +8,8 @@
     etcd://[USER:PASSWORD@]HOST[:2379],HOST…             etcds:// for TLS; bare HOST:PORT[,HOST:PORT] means etcd
     http://[USER:PASSWORD@]HOST[:PORT]/metadata          https://
 
-Options after `?`: ca=FILE, cert=FILE, key=FILE (TLS), password_file=FILE (keeps the password out of the process list).
+Options after `?`: ca=FILE, cert=FILE, key=FILE (TLS), password_file=FILE (keeps the password out of the process list);
+for sentinels that have a login of their own, sentinel_user=NAME and sentinel_password_file=FILE.
 User and password are percent-decoded. Called by `open_store`, the gateway and the command line.
 """
 
@@ -23,7 +24,8 @@ from mooncake_v0.errors import MetadataError
 
 DEFAULT_PORTS = {"redis": 6379, "redis+sentinel": 26379, "redis+cluster": 6379, "etcd": 2379, "http": 80, "https": 443}
 TLS_KINDS = {"rediss": "redis", "rediss+sentinel": "redis+sentinel", "rediss+cluster": "redis+cluster", "etcds": "etcd"}
-OPTIONS = ("ca", "cert", "key", "password_file")
+SENTINEL_OPTIONS = ("sentinel_user", "sentinel_password_file")
+OPTIONS = ("ca", "cert", "key", "password_file", *SENTINEL_OPTIONS)
 FORMS = "memory:, sqlite:///FILE, redis://HOST:PORT, rediss://, etcd://HOST:PORT,HOST:PORT, etcds:// or http://HOST:PORT/metadata"
 
 
@@ -34,6 +36,7 @@ class StoreURL:
     kind:    the scheme as written
     hosts:   (host, port) pairs in the order given; empty for memory and sqlite
     path:    file for sqlite, "DB" or "SERVICE/DB" for redis, path for http
+    sentinel_user, sentinel_password:  the login at the sentinels; user and password are for the redis that they name
     """
 
     kind: str
@@ -44,6 +47,8 @@ class StoreURL:
     ca: str | None = None
     cert: str | None = None
     key: str | None = None
+    sentinel_user: str | None = None
+    sentinel_password: str | None = field(default=None, repr=False)
 
     @property
     def is_tls(self) -> bool:
@@ -108,6 +113,8 @@ def _split_options(rest: str, kind: str) -> tuple[str, dict[str, str]]:
             raise MetadataError(
                 f"a {kind}:// store URL has no option {name!r}", fix=f"the options are {', '.join(OPTIONS)}"
             )
+        if name in SENTINEL_OPTIONS and not kind.endswith("+sentinel"):
+            raise MetadataError(f"a {kind}:// store URL has no sentinels for {name!r}", fix="use redis+sentinel://")
     return body, options
 
 
@@ -125,7 +132,7 @@ def _networked(kind: str, rest: str, options: dict[str, str]) -> StoreURL:
     login, _, hosts_text = authority.rpartition("@")
     user, password = _login(login)
     if "password_file" in options:
-        password = _read_secret(options["password_file"])
+        password = _secret_of(options, "password_file")
     family = "http" if kind in ("http", "https") else TLS_KINDS.get(kind, kind)
     default_port = DEFAULT_PORTS[kind] if kind in DEFAULT_PORTS else DEFAULT_PORTS[family]
     hosts = tuple(_host_port(part, default_port, kind) for part in hosts_text.split(","))
@@ -140,7 +147,8 @@ def _networked(kind: str, rest: str, options: dict[str, str]) -> StoreURL:
         ("/" + path if slash else "") if family == "http" else path,
         user,
         password,
-        *(options.get(name) for name in ("ca", "cert", "key")),
+        *(options.get(name) for name in ("ca", "cert", "key", "sentinel_user")),
+        sentinel_password=_secret_of(options, "sentinel_password_file"),
     )
 
 
@@ -159,10 +167,14 @@ def _host_port(text: str, default_port: int, kind: str) -> tuple[str, int]:
     return match.group(1).strip("[]"), port
 
 
-def _read_secret(path: str) -> str:
+def _secret_of(options: dict[str, str], name: str) -> str | None:
+    if name not in options:
+        return None
+    path = options[name]
     try:
         return Path(path).read_text().strip()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise MetadataError(
-            f"password file {path!r} could not be read: {error.strerror}", fix="check the path and its permissions"
+            f"password file {path!r} could not be read: {reason}", fix="check the path and its permissions"
         ) from error

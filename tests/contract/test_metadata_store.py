@@ -17,6 +17,7 @@ from mooncake_v0.metadata.gateway import start_gateway_thread
 from mooncake_v0.metadata.store import DELETE, PUT, Change, Entry, MetadataStore, open_store
 from tests import servers
 
+SECRETS = (servers.PASSWORD, servers.SENTINEL_PASSWORD)
 FULL = (
     "memory",
     "sqlite",
@@ -329,6 +330,34 @@ def test_a_store_behind_sentinel_follows_the_failover(stores: Stores, prefix: st
     store.put(prefix + "b", b"2")
     assert store.get(prefix + "b") == b"2"
     store.close()
+
+
+def test_sentinels_with_a_login_of_their_own_are_asked_with_it(stores: Stores, prefix: str) -> None:
+    sentinel = stores.keep(servers.start_redis_sentinel_logins(stores.folder("sentinel-logins")))[-1]
+    store = open_store(sentinel.url)
+    without, wrong = sentinel.url.partition("?")[0], sentinel.url.replace("user=watcher", "user=nobody")
+
+    store.put(prefix + "a", b"1")
+
+    assert store.get(prefix + "a") == b"1"
+    store.close()
+    for url in (without, wrong):
+        store = open_store(url)
+        with pytest.raises(MetadataError, match=r"the sentinels .* refused the login") as caught:
+            store.get(prefix + "a")
+        assert not any(secret in f"{caught.value} {store.url}" for secret in SECRETS)
+        store.close()
+
+
+def test_a_service_that_no_sentinel_knows_is_said_without_a_secret(stores: Stores, prefix: str) -> None:
+    sentinel = stores.keep(servers.start_redis_sentinel_logins(stores.folder("sentinel-unknown")))[-1]
+    unknown, dead = sentinel.url.replace("/meta/", "/nothing/"), sentinel.url.replace(f":{sentinel.port}/", ":1/")
+    for url in (unknown, dead):
+        store = open_store(url)
+        with pytest.raises(StoreUnavailableError, match="no sentinel knows a master") as caught:
+            store.get(prefix + "a")
+        assert not any(secret in f"{caught.value} {store.url}" for secret in SECRETS)
+        store.close()
 
 
 def test_etcd_with_a_login_survives_the_loss_of_its_token(stores: Stores, prefix: str) -> None:

@@ -151,6 +151,7 @@ def metadata_query(subject: Subject) -> Iterator[Finding]:
 
     The engine appends ?key=... to an http URL, so that with a query all keys would become one wrong key. The other
     kinds, which go through a gateway, take the options ca, cert, key and password_file: etcds://host:2379?ca=ca.pem
+    redis+sentinel takes sentinel_user and sentinel_password_file besides, for sentinels with a login of their own.
     """
     found = re.search(r"[?#]", split_scheme(server(subject))[1].rpartition("@")[2])
     if not found:
@@ -164,10 +165,12 @@ def metadata_query(subject: Subject) -> Iterator[Finding]:
             f"remove the {found[0]!r} and what follows",
         )
         return
-    unknown = [part for part in query.split("&") if part.partition("=")[0] not in STORE_OPTIONS]
+    of_sentinels = scheme(subject).endswith("+sentinel")
+    options = [name for name in STORE_OPTIONS if of_sentinels or not name.startswith("sentinel_")]
+    unknown = [part for part in query.split("&") if part.partition("=")[0] not in options]
     if unknown:
         yield Finding(
-            WHERE, f"unknown option {shorten(unknown[0])!r} in the URL", f"the options are {', '.join(STORE_OPTIONS)}"
+            WHERE, f"unknown option {shorten(unknown[0])!r} in the URL", f"the options are {', '.join(options)}"
         )
 
 

@@ -49,6 +49,8 @@ def test_every_form_is_read(text: str, expected: StoreURL) -> None:
         ("sqlite://keys.db", "sqlite:///FILE"),
         ("ftp://u:geheim@h", "store URL"),
         ("redis://h?password_file=/does/not/exist", "/does/not/exist"),
+        ("redis://h?sentinel_user=u", "no sentinels"),
+        ("redis+sentinel://h/meta?sentinel_password_file=/does/not/exist", "/does/not/exist"),
     ],
 )
 def test_a_wrong_url_is_named_without_its_password(text: str, part: str) -> None:
