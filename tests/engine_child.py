@@ -29,10 +29,11 @@ def free_name() -> str:
 
 
 class Engine:
-    """The parent's handle on a child."""
+    """The parent's handle on a child. is_at_its_name: its ports are those of its name, else random ones of 127.0.0.1."""
 
-    def __init__(self) -> None:
-        env = {**os.environ, "MC_LEGACY_RPC_PORT_BINDING": "1", "MC_LOG_LEVEL": "ERROR", "MC_TRANSFER_TIMEOUT": "5"}
+    def __init__(self, *, is_at_its_name: bool = True) -> None:
+        env = {**os.environ, "MC_LOG_LEVEL": "ERROR", "MC_TRANSFER_TIMEOUT": "5"}
+        env.update({"MC_LEGACY_RPC_PORT_BINDING": "1"} if is_at_its_name else {"MC_TCP_BIND_ADDRESS": "127.0.0.1"})
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
             env.pop(name, None)
         self.process = subprocess.Popen(

@@ -147,7 +147,10 @@ def _networked(kind: str, rest: str, options: dict[str, str]) -> StoreURL:
         ("/" + path if slash else "") if family == "http" else path,
         user,
         password,
-        *(options.get(name) for name in ("ca", "cert", "key", "sentinel_user")),
+        ca=options.get("ca"),
+        cert=options.get("cert"),
+        key=options.get("key"),
+        sentinel_user=options.get("sentinel_user"),
         sentinel_password=_secret_of(options, "sentinel_password_file"),
     )
 

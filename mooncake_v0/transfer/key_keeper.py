@@ -14,14 +14,18 @@ import threading
 import time
 
 from mooncake_v0.errors import EngineError, MetadataError, MooncakeV0Error
+from mooncake_v0.metadata.engine_values import RAM_PREFIX, RPC_PREFIX
 from mooncake_v0.metadata.gateway_process import GatewayProcess, start_gateway_process
-from mooncake_v0.metadata.registry import REFRESH_S, InstanceRecord, find, refresh, register, unregister
-from mooncake_v0.metadata.store import MetadataStore, open_store
+from mooncake_v0.metadata.probes import ANSWERS, probe_all
+from mooncake_v0.metadata.registry import INSTANCE_PREFIX, REFRESH_S, InstanceRecord, refresh, register, unregister
+from mooncake_v0.metadata.segments import group_segments
+from mooncake_v0.metadata.store import Entry, MetadataStore, open_store
 
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 2.0
-_PROBE_TIMEOUT_S = 1.0
+JOIN_S = 1.0
+ENGINE_PREFIXES = (RAM_PREFIX, RPC_PREFIX)
 
 
 class KeyKeeper:
@@ -37,18 +41,20 @@ class KeyKeeper:
         self._thread = threading.Thread(target=self._run, name="keys", daemon=True)
 
     def check_name_free(self) -> None:
-        """Refuse a name whose owner, another process, still answers. A record of a dead one is no obstacle."""
-        found = find(self._open_store(), self._record.segment)
-        if found is None or found.epoch == self._record.epoch:
-            return
-        try:
-            socket.create_connection((found.host, found.data_port), _PROBE_TIMEOUT_S).close()
-        except OSError:
-            return
-        raise EngineError(
-            f"segment {found.segment} belongs to process {found.pid} on {found.hostname!r}, which answers",
-            fix="stop it, or give this deployment other ports in prefill_url and decode_url",
-        )
+        """Refuse a name that another process has published and under which it answers; keys of a dead one are no obstacle.
+
+        An engine of other software has no record of ours, only the engine's own keys.
+        """
+        store, name = self._open_store(), self._record.segment
+        values = [(prefix + name, store.get(prefix + name)) for prefix in (*ENGINE_PREFIXES, INSTANCE_PREFIX)]
+        for segment in group_segments(Entry(key, value) for key, value in values if value is not None):
+            found, address = segment.record, (segment.host, segment.probe_port)
+            if (found is None or found.epoch != self._record.epoch) and _answers(*address):
+                who = f"process {found.pid} on {found.hostname!r}" if found else "an engine of other software"
+                raise EngineError(
+                    f"segment {name} belongs to {who}, which answers at {address[0]}:{address[1]}",
+                    fix="stop it, or give this deployment other ports in prefill_url and decode_url",
+                )
 
     def open_gateway(self) -> str:
         """Start the private gateway over a store that the engine cannot use itself; its URL."""
@@ -66,7 +72,7 @@ class KeyKeeper:
         """Stop re-publishing, so that the engine can remove its keys for good, and remove the record."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(_PROBE_TIMEOUT_S)
+            self._thread.join(JOIN_S)
         try:
             if self._store is not None and self._kept:
                 unregister(self._store, self._record)
@@ -107,7 +113,7 @@ class KeyKeeper:
 
     def _check_keys(self) -> None:
         store = self._open_store()
-        for prefix in ("mooncake/ram/", "mooncake/rpc_meta/"):
+        for prefix in ENGINE_PREFIXES:
             key = prefix + self._record.segment
             value = store.get(key)
             if value is not None:
@@ -119,6 +125,12 @@ class KeyKeeper:
     def _write_record(self, *, first: bool) -> None:
         store = self._open_store()
         self._record = register(store, self._record) if first else refresh(store, self._record)
+
+
+def _answers(host: str | None, port: int | None) -> bool:
+    if not host or not port or port > 65535:
+        return False
+    return probe_all([(host, port)])[(host, port)] == ANSWERS
 
 
 def make_record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from mooncake_v0.config.model import Endpoint
+from mooncake_v0.config.model import Endpoint, MooncakeConfig
 from mooncake_v0.errors import AgentUnavailableError
 from mooncake_v0.metadata.registry import INSTANCE_PREFIX
 from mooncake_v0.metadata.store import open_store
-from mooncake_v0.pin.processes import find_free_port
+from mooncake_v0.pin.processes import find_free_port, find_free_range
 from mooncake_v0.transfer.status import query_status
+from tests.engine_child import Engine
 from tests.transfer.conftest import (
     MIB,
     POOL_BYTES,
@@ -261,6 +263,25 @@ def test_second_process_of_the_same_name_is_refused_and_the_first_goes_on(
 
     assert agents.store(1, MIB, fill=1) == ""
     assert agents.fetch(1) == bytes([1]) * MIB
+
+
+def test_stock_engine_keeps_its_name_while_it_answers(make_agents: MakeAgents, metadata_url: str) -> None:
+    base = find_free_range(150)
+    config = MooncakeConfig(Endpoint("127.0.0.1", base), Endpoint("127.0.0.1", base + 100), metadata_url, "tcp")
+    name = f"127.0.0.1:{base}"
+    store, stock = open_store(metadata_url), Engine(is_at_its_name=False)  # so that the ports of its name are free
+    assert stock.ask("initialize", name=name, metadata=metadata_url) == 0
+    keys = {kind: store.get(f"mooncake/{kind}/{name}") for kind in ("ram", "rpc_meta")}
+    assert json.loads(keys["rpc_meta"] or b"{}")["rpc_port"] != base
+
+    agents = make_agents(config=config)
+    wait_until(lambda: "an engine of other software" in getattr(agents.status("prefill"), "engine", ""))
+    after = {kind: store.get(f"mooncake/{kind}/{name}") for kind in ("ram", "rpc_meta")}
+    stock.kill()
+    agents.wait_connected()
+    store.close()
+
+    assert after == keys
 
 
 def test_shared_secret_is_needed_on_both_sides(make_agents: MakeAgents, tmp_path: Path) -> None:
