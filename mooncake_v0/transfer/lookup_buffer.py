@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
 from typing import Callable, Iterator
+
+import msgspec
 
 from mooncake_v0.transfer.pool import Allocator
 
@@ -34,8 +35,7 @@ TOO_LARGE = "too_large"
 FULL = "full"
 
 
-@dataclass
-class Entry:
+class Entry(msgspec.Struct, eq=False, gc=False):
     """One key's bytes in the pool. generation tells a reader whether the region was reused under the same key.
 
     checksum: of the complete entry, once it is known
@@ -50,7 +50,7 @@ class Entry:
     ready_nbytes: int = 0
     pins: int = 0
     checksum: int | None = None
-    doomed: bool = field(default=False, repr=False)
+    doomed: bool = False
 
 
 class LookupBuffer:
@@ -139,11 +139,14 @@ class LookupBuffer:
 
     def expire(self, now_s: float) -> None:
         """Remove what has not been used for ttl_s."""
-        for entry in list(self._entries.values()):
+        expired = []
+        for entry in self._entries.values():  # least recently used first: stops at the first that is young enough
             if entry.used_at_s + self.ttl_s > now_s:
                 break
             if not entry.pins:
-                self.remove(entry, EXPIRED)
+                expired.append(entry)
+        for entry in expired:
+            self.remove(entry, EXPIRED)
 
     def _free(self, entry: Entry) -> None:
         self._on_free(entry)

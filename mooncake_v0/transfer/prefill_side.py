@@ -61,6 +61,7 @@ class PrefillSide:
         self._unconfirmed: dict[bytes, ReadDone] = {}  # waiting for their checksum
         pool.clear_generations()
         self._held_by_peer: set[bytes] = set()
+        self._reserved: dict[bytes, Entry] = {}
         self._reading: dict[bytes, tuple[Entry, float]] = {}  # offered to the peer: pinned until, monotonic seconds
 
     def on_worker(self, message: object, reply: Callable[[Message], None]) -> None:
@@ -101,8 +102,8 @@ class PrefillSide:
         for key, (_, until_s) in list(self._reading.items()):
             if now_s > until_s:
                 self._unpin(key)
-        for entry in self._buffer:
-            if entry.state == RESERVED and now_s - entry.used_at_s > RESERVATION_S:
+        for entry in list(self._reserved.values()):
+            if now_s - entry.used_at_s > RESERVATION_S:
                 self._drop_reservation(entry)
         self._buffer.expire(now_s)
         self._tell_dropped()
@@ -130,6 +131,7 @@ class PrefillSide:
                     self._buffer.limit_bytes,
                 )
             return -1, made
+        self._reserved[key] = made
         self._send(Announce(key, nbytes))
         return made.offset, ""
 
@@ -140,6 +142,7 @@ class PrefillSide:
         entry.ready_nbytes = ready_nbytes
         if ready_nbytes == entry.nbytes:
             entry.state = READY
+            self._reserved.pop(key, None)
             self._pool.set_generation(entry.offset, entry.generation)
             self._buffer.unpin(entry)
             self._buffer.touch(entry, time.monotonic())
@@ -219,6 +222,7 @@ class PrefillSide:
             self._tell_dropped()
 
     def _drop_reservation(self, entry: Entry) -> None:
+        self._reserved.pop(entry.key, None)
         self._buffer.remove(entry, LOST)
         self._buffer.unpin(entry)
 
