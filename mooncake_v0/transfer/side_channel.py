@@ -25,6 +25,7 @@ from mooncake_v0.transfer.messages import MAX_MESSAGE_BYTES, Message, PeerMessag
 logger = logging.getLogger(__name__)
 
 _QUEUED_MESSAGES = 10_000
+_BACKLOG = 4096  # with libzmq's 100, strangers who connect in masses cost the peer a second for each lost SYN
 
 
 class SideChannel:
@@ -123,6 +124,7 @@ class SideChannel:
         sock.maxmsgsize = MAX_MESSAGE_BYTES
         sock.sndhwm = sock.rcvhwm = _QUEUED_MESSAGES
         sock.handshake_ivl = 2000
+        sock.backlog = _BACKLOG
         sock.tcp_keepalive = 1
         return sock
 
