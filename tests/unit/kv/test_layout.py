@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any, Callable, Sequence
@@ -68,6 +69,23 @@ def test_backends_on_paged_attention_have_the_flat_shape(module: str) -> None:
     shape = real_shape_function(module, PAGED[module])(NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE)
 
     assert tuple(shape) == tuple(BACKENDS["xformers"][0](NUM_BLOCKS))
+
+
+ALL = {**{module: names[0] for module, names in REAL.items()}, **PAGED}
+WITHOUT_KERNELS = ("torch_sdpa", "flashinfer")  # import on every machine
+
+
+@pytest.mark.pin
+@pytest.mark.parametrize("module", ALL)
+def test_classes_that_can_be_imported_here_say_the_same_as_their_source(module: str) -> None:
+    try:
+        backend = getattr(importlib.import_module(f"vllm.attention.backends.{module}"), ALL[module])
+    except (ImportError, RuntimeError) as error:  # no kernels, or no GPU
+        assert module not in WITHOUT_KERNELS, error
+        return
+    arguments = (NUM_BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE)
+
+    assert tuple(backend.get_kv_cache_shape(*arguments)) == tuple(real_shape_function(module, ALL[module])(*arguments))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
