@@ -98,6 +98,8 @@ def main(argv: list[str] | None = None) -> Any:
     """Entry point of the console script: turns our errors into one clear message and an exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     debug = "--debug" in arguments[:1]
+    if "_MOONCAKE_V0_COMPLETE" in os.environ:
+        importlib.import_module("mooncake_v0.cli.completion")  # registers our way with bash
     try:
         code = cli.main(args=arguments, prog_name="mooncake-v0", standalone_mode=False)
     except click.exceptions.Exit as stop:

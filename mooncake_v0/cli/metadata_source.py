@@ -42,7 +42,7 @@ KEY = StoreKey()
 F = TypeVar("F", bound=Callable[..., Any])
 
 CONFIG_ENV = "MOONCAKE_CONFIG_PATH"
-COMPLETION_TIMEOUT_S = 1.0
+COMPLETION_TIMEOUT_S = 2.0
 MAX_COMPLETIONS = 200
 
 
@@ -95,22 +95,32 @@ def store_url(source: str) -> str:
 
 
 def complete_key(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-    """Keys of the store named on the line so far; nothing when it does not answer within a second."""
-    from click.shell_completion import CompletionItem
+    """Keys of the store named on the line so far; nothing when it does not answer within COMPLETION_TIMEOUT_S."""
+    import threading
 
-    from mooncake_v0.errors import MooncakeV0Error
-    from mooncake_v0.metadata.store import open_store
+    from click.shell_completion import CompletionItem
 
     source = ctx.params.get("source") or os.environ.get(CONFIG_ENV)
     if not source:
         return []
+    found: list[str] = []
+    reading = threading.Thread(
+        target=_find_keys, args=(source, ctx.params.get("token_file"), incomplete, found), daemon=True
+    )
+    reading.start()
+    reading.join(COMPLETION_TIMEOUT_S)  # a list may take longer than somebody who types will wait
+    return [CompletionItem(key) for key in found[:MAX_COMPLETIONS]]
+
+
+def _find_keys(source: str, token_file: str | None, prefix: str, found: list[str]) -> None:
+    from mooncake_v0.errors import MooncakeV0Error
+
     try:
-        store = open_store(store_url(source), timeout_s=COMPLETION_TIMEOUT_S)
-        keys = [entry.key for entry in store.list(incomplete) if entry.key.isprintable()]
-        store.close()
+        # the shell has not expanded ~ yet
+        with opened(os.path.expanduser(source), token_file) as store:
+            found.extend(entry.key for entry in store.list(prefix) if entry.key.isprintable())
     except MooncakeV0Error:
-        return []  # a shell's completion has nowhere to show an error
-    return [CompletionItem(key) for key in keys[:MAX_COMPLETIONS]]
+        return  # a shell's completion has nowhere to show an error
 
 
 def _is_file(source: str) -> bool:

@@ -311,3 +311,14 @@ def test_keys_are_completed_while_typing(url: str) -> None:
     )
 
     assert done.stdout == "plain,mooncake/ram/a:1\n"
+
+
+def test_a_store_that_does_not_answer_completes_to_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        words = f"mooncake-v0 metadata get http://127.0.0.1:{silent.getsockname()[1]}/metadata moon"
+        env = {"_MOONCAKE_V0_COMPLETE": "bash_complete", "COMP_LINE": words, "COMP_POINT": str(len(words))}
+        done = subprocess.run(
+            [sys.executable, "-m", "mooncake_v0"], env={**os.environ, **env}, capture_output=True, text=True, timeout=60
+        )
+
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
