@@ -36,6 +36,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=200, help="different ones in the load")
     parser.add_argument("--fresh", type=int, default=60, help="new prompts in a round after the chaos")
+    parser.add_argument(
+        "--instance-kills",
+        type=int,
+        default=1_000_000,
+        metavar="N",
+        help="at most so many, which come first; each costs a start",
+    )
     parser.add_argument("--plain-url", help="a plain instance that serves the same model, instead of starting one")
     parser.add_argument("--loopback", action="store_true", help="no namespaces and no faults of the network")
     parser.add_argument("--folder", help="for logs; kept")

@@ -17,7 +17,7 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 7.0
 SUPERVISOR_PAUSE_S = 3.0  # until a dead process is started again, at most
 UNHEALTHY_S = 20.0  # an instance that does not answer for so long is restarted, as a liveness probe does
 PROXY_NOTICES_S = 15.0  # after decode serves again or goes on: the proxy's probes, and answers on broken connections
-SETTLE_INSTANCE_S = 20.0  # both instances have served for so long before one of them is killed again
+SETTLE_INSTANCE_S = 60.0  # both instances have served for so long before one of them is killed again
 START_TIMEOUT_S = 300.0
 
 Say = Callable[[str], None]
@@ -88,10 +88,14 @@ class Supervisor:
         return not self._restart_at_s and all(s is not None and time.monotonic() - s >= for_s for s in since)
 
 
-class Chaos:
-    """`run` for a while, then `repair_all`."""
+def _kills_instance(name: str) -> bool:
+    return name.startswith(("kill_prefill", "kill_decode", "kill_engine"))
 
-    def __init__(self, pair: SoakPair, say: Say, seed: int) -> None:
+
+class Chaos:
+    """`run` for a while, then `repair_all`. instance_kills: at most so many kills of instances or their engines."""
+
+    def __init__(self, pair: SoakPair, say: Say, seed: int, instance_kills: int) -> None:
         numbers = random.Random(f"chaos-{seed}")
         self.struck: Counter[str] = Counter()
         self.outages: list[Outage] = []
@@ -102,6 +106,7 @@ class Chaos:
         self._bag: deque[tuple[str, Callable[[], Struck]]] = deque()
         self._repairs: list[tuple[float, str, Repair]] = []
         self._decode_was_serving = True
+        self._kills_left, self._has_killed = instance_kills, False
 
     def run(self, seconds: float, each_look: Callable[[], None]) -> None:
         """Faults for so long; each_look is called in between."""
@@ -143,15 +148,22 @@ class Chaos:
                 self._begin_outage()
 
     def _strike(self) -> None:
+        """The next fault of the bag, which has every kind once; a kill of an instance waits until there is one to kill."""
         if not self._bag:
             kinds = list(self._kinds().items())
             self._numbers.shuffle(kinds)
+            if self._kills_left < len(kinds):  # few kills come first, so that the instance is back before the end
+                kinds.sort(key=lambda kind: not _kills_instance(kind[0]))
             self._bag.extend(kinds)
         name, begin = self._bag.popleft()
-        needs_both = name.startswith(("kill_prefill", "kill_decode", "kill_engine"))
-        if needs_both and not self.supervisor.all_serve(for_s=SETTLE_INSTANCE_S if self.struck[name] else 0.0):
-            self._bag.append((name, begin))
-            return
+        if _kills_instance(name):
+            if self._kills_left <= 0:
+                return self._strike()
+            settle_s = SETTLE_INSTANCE_S if self._has_killed else 0.0
+            if not self.supervisor.all_serve(for_s=settle_s):
+                return self._bag.append((name, begin))
+            self._kills_left -= 1
+            self._has_killed = True
         with contextlib.suppress(KeyError):  # what it would strike is being restarted
             self._begin(name, begin)
 

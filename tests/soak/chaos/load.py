@@ -17,7 +17,7 @@ from tests.soak.chaos.asks import Ask, AskFailedError, ask_streamed, ask_whole
 DEADLINE_S = 180.0  # prefill's time-out at the proxy (60 s), a retry, and the answer on a busy machine
 ABORTED_SHARE = 0.1
 LONGEST_PATIENCE_S = 4.0  # of a client that leaves
-PAUSE_AFTER_FAILURE_S = 0.5
+PAUSE_AFTER_FAILURE_S = 2.0
 
 EQUAL, WRONG, FAILED, ABORTED, LATE = "equal", "wrong", "failed", "aborted", "late"
 

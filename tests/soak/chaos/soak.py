@@ -110,7 +110,7 @@ class Soak:
 
     def _chaos(self, asks: Sequence[Ask]) -> None:
         options, pair = self.options, self._pair
-        chaos = Chaos(pair, self._say, options.seed)
+        chaos = Chaos(pair, self._say, options.seed, options.instance_kills)
 
         def each_look() -> None:
             if self.progress.load(load):

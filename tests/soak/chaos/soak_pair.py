@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Sequence
+from typing import Any, Sequence
 
 import psutil
 
@@ -18,6 +18,8 @@ KV_BUFFER_BYTES = 100_000_000  # a tenth of what the soak's prompts have togethe
 KV_BLOCKS = 1500
 INSTANCES = ("prefill", "decode")
 LOOPBACK = "127.0.0.1"
+# as it is by itself: through the engine between the namespaces, prefill's buffer mapped on loopback
+SOAK_ENVIRONMENT = {**ENVIRONMENT, "MOONCAKE_V0_TRANSPORT": "auto"}
 
 
 class SoakPair(Pair):
@@ -33,7 +35,7 @@ class SoakPair(Pair):
             folder,
             kv_buffer_size=KV_BUFFER_BYTES,
             vllm_args=[*VLLM_ARGS, "--num-gpu-blocks-override", str(KV_BLOCKS)],
-            environment=dict(ENVIRONMENT),
+            environment=dict(SOAK_ENVIRONMENT),
         )
         super().__init__(options)
         self.metadata_url = f"http://{self.addresses['decode']}:{self.metadata_port}/metadata"
@@ -51,7 +53,7 @@ class SoakPair(Pair):
 
     def start_instance(self, role: str, extra_args: Sequence[str] = ()) -> ManagedProcess:
         """As documented, listening at this instance's own address (of two --host the last one counts)."""
-        self.options.environment = {**ENVIRONMENT, "VLLM_HOST_IP": self.addresses[role]}
+        self.options.environment = {**SOAK_ENVIRONMENT, "VLLM_HOST_IP": self.addresses[role]}
         return super().start_instance(role, ["--host", self.addresses[role], *extra_args])
 
     def start_proxy(self) -> ManagedProcess:
@@ -91,9 +93,9 @@ class SoakPair(Pair):
                 continue
         return None
 
-    def _start(self, name: str, command: Sequence[str], ready_url: str) -> ManagedProcess:
+    def _start(self, name: str, command: Sequence[str], ready_url: str, *more: Any) -> ManagedProcess:
         prefix = self.link.enter() if self.link is not None and name == "prefill" else []
-        return super()._start(name, [*prefix, *command], ready_url)
+        return super()._start(name, [*prefix, *command], ready_url, *more)
 
 
 def restart(pair: SoakPair, name: str) -> None:
