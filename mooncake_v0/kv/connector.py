@@ -22,6 +22,7 @@ from mooncake_v0.transfer.pool import Pool
 
 logger = logging.getLogger(__name__)
 
+GROUP_BYTES = 32 << 20  # of layers that are offered to the peer together; each is a read of its own
 MIN_RATE_BYTES_PER_S = 100e6  # an entry in flight is waited for as long as it would take at this rate
 
 MISSING, MAPPED, HERE = range(3)  # where a batch's entries are; the least of the group's ranks counts
@@ -82,14 +83,14 @@ class Producer(Connector):
         return [(prompt, offset) for prompt, offset in zip(prompts, reserved.offsets) if offset >= 0]
 
     def store(self, reserved: list[tuple[PromptPlan, int]], hidden_states: torch.Tensor) -> None:
-        """After the forward: copy blocks and hidden rows into the pool and commit them."""
+        """After the forward: copy blocks and hidden rows into the pool. What is copied leaves while the rest follows."""
         for prompt, offset in reserved:
             nbytes = self.nbytes(prompt)
             started = time.perf_counter()
             kv, hidden = self.entry(self.client.pool, offset, nbytes)
             hidden.copy_(hidden_states[prompt.hidden_row])
-            self.layout.gather(self.block_ids(prompt), kv)
-            self.client.commit([prompt.key], [nbytes])
+            for ready_nbytes in self.layout.gather(self.block_ids(prompt), kv, GROUP_BYTES):
+                self.client.commit([prompt.key], [nbytes if ready_nbytes == len(kv) else ready_nbytes])
             self.count("stored_prompts")
             self.count("stored_tokens", prompt.num_tokens)
             self.count("gather_seconds", time.perf_counter() - started)

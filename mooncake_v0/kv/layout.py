@@ -14,7 +14,7 @@ keys of layer 1 and so on. An entry holds the selected rows of each plane, plane
 
 from __future__ import annotations
 
-from typing import Callable, Sequence
+from typing import Callable, Iterator, Sequence
 
 import torch
 
@@ -62,23 +62,29 @@ class KVLayout:
         """Size of the KV part of an entry of so many blocks."""
         return num_blocks * self.block_bytes
 
-    def gather(self, block_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy blocks into an entry. Same as ``for p, plane: out[p] = plane[block_ids]``.
+    def gather(self, block_ids: torch.Tensor, out: torch.Tensor, group_bytes: int) -> Iterator[int]:
+        """Copy blocks into an entry, in groups of planes. Same as ``for p, plane: out[p] = plane[block_ids]``.
 
-        block_ids: int64 [num_blocks_of_entry], on the cache's device
-        out:       uint8 [nbytes(num_blocks_of_entry)], contiguous, on the host
+        block_ids:   int64 [num_blocks_of_entry], on the cache's device
+        out:         uint8 [nbytes(num_blocks_of_entry)], contiguous, on the host
+        group_bytes: about so many at a time
 
-        Returns when the bytes are in `out`. Cost: one copy of out; on a GPU one gather on the device before it.
+        Yields how many leading bytes of `out` are complete, after each group. Cost: one copy of out; on a GPU one gather
+        on the device before it.
         """
         rows = self._rows(out, len(block_ids))
-        if self.device.type == "cpu":
-            for plane, row in zip(self.planes, rows):
+        plane_bytes = max(1, len(block_ids) * self.row_bytes)
+        group = max(1, group_bytes // plane_bytes)
+        for start in range(0, len(self.planes), group):
+            part = rows[start : start + group]
+            on_device = (
+                part if self.device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype, device=self.device)
+            )
+            for plane, row in zip(self.planes[start : start + group], on_device):
                 torch.index_select(plane, 0, block_ids, out=row)
-            return
-        scratch = torch.empty(rows.shape, dtype=rows.dtype, device=self.device)
-        for plane, row in zip(self.planes, scratch):
-            torch.index_select(plane, 0, block_ids, out=row)
-        rows.copy_(scratch)
+            if on_device is not part:
+                part.copy_(on_device)
+            yield min(start + group, len(self.planes)) * plane_bytes
 
     def scatter(self, entry: torch.Tensor, block_ids: torch.Tensor, first: int) -> None:
         """Copy an entry's blocks from index `first` on into the cache.

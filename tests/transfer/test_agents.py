@@ -78,6 +78,37 @@ def test_key_that_decode_still_holds_is_not_sent_again(shared_agents: Agents) ->
     assert shared_agents.decode.status().counters["reads"] == before
 
 
+def commit_part(agents: Agents, number: int, nbytes: int, ready_nbytes: int) -> int:
+    """Reserve an entry, write all its bytes and offer only the leading ones; its offset."""
+    start = agents.prefill.reserve([key(number)], [nbytes]).offsets[0]
+    agents.prefill.pool.map[start : start + nbytes] = bytes([number]) * nbytes
+    agents.prefill.commit([key(number)], [ready_nbytes])
+    return start
+
+
+def test_layers_that_are_ready_are_read_while_others_are_not(agents: Agents) -> None:
+    nbytes = 40 * MIB + 5
+    commit_part(agents, 1, nbytes, 17 * MIB)
+    wait_until(lambda: agents.decode.status().counters.get("read_bytes", 0) == 17 * MIB, "the leading part is read")
+    assert agents.fetch(1, wait_s=0.2) == "late"
+
+    agents.prefill.commit([key(1)], [18 * MIB])  # too little for a read of its own
+    agents.prefill.commit([key(1)], [nbytes])
+
+    assert agents.fetch(1) == bytes([1]) * nbytes
+    assert agents.decode.status().counters["reads"] == 2
+
+
+def test_an_entry_that_ends_half_way_is_never_used(agents: Agents) -> None:
+    commit_part(agents, 1, 40 * MIB, 20 * MIB)
+    wait_until(lambda: agents.decode.status().counters.get("read_bytes", 0) == 20 * MIB, "the leading part is read")
+
+    agents.prefill.abort([key(1)])
+
+    assert agents.fetch(1, wait_s=20.0) in ("failed", "unknown")
+    wait_until(lambda: agents.decode.status().buffer_bytes == 0, "its space is given back")
+
+
 def test_entry_larger_than_the_buffer_is_refused_and_the_next_one_moves(agents: Agents) -> None:
     assert agents.store(1, POOL_BYTES + 1, fill=1) == "too_large"
     assert agents.fetch(1) == "unknown"

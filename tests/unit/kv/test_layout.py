@@ -116,13 +116,29 @@ def test_blocks_arrive_where_the_other_side_wants_them(backend: str, dtype: torc
     out_layout, in_layout = KVLayout(source, dim), KVLayout(target, dim)
     entry = torch.zeros(out_layout.nbytes(3), dtype=torch.uint8)
 
-    out_layout.gather(src_ids, entry)
+    list(out_layout.gather(src_ids, entry, 1 << 20))
     in_layout.scatter(entry, dst_ids, first=0)
 
     for before, after, origin in zip(untouched, target, source):
         assert torch.equal(after.index_select(dim, dst_ids), origin.index_select(dim, src_ids))
         others = torch.tensor([i for i in range(NUM_BLOCKS) if i not in dst_ids.tolist()])
         assert torch.equal(after.index_select(dim, others), before.index_select(dim, others))
+
+
+@pytest.mark.parametrize("planes", [1, 2, 4, 100])
+def test_what_is_said_to_be_complete_is_complete(planes: int) -> None:
+    layout = KVLayout(make_caches(BACKENDS["FlashAttention"][0], torch.float16, 1), 1)
+    ids = torch.tensor([7, 0, 11])
+    whole, entry = (torch.zeros(layout.nbytes(3), dtype=torch.uint8) for _ in range(2))
+    list(layout.gather(ids, whole, 1 << 30))
+    plane_bytes = 3 * layout.row_bytes
+
+    for number, ready in enumerate(layout.gather(ids, entry, planes * plane_bytes), start=1):
+        assert ready == min(number * planes, len(layout.planes)) * plane_bytes
+        assert torch.equal(entry[:ready], whole[:ready])
+        assert not entry[ready:].any()
+
+    assert ready == len(entry)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -132,7 +148,7 @@ def test_blocks_that_the_prefix_cache_holds_are_not_written(backend: str) -> Non
     held = target[0].index_select(dim, torch.tensor([2])).clone()
     out_layout = KVLayout(source, dim)
     entry = torch.zeros(out_layout.nbytes(3), dtype=torch.uint8)
-    out_layout.gather(torch.tensor([7, 0, 11]), entry)
+    list(out_layout.gather(torch.tensor([7, 0, 11]), entry, 1 << 20))
 
     KVLayout(target, dim).scatter(entry, torch.tensor([2, 9, 4]), first=1)
 
