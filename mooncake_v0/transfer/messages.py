@@ -112,7 +112,7 @@ class Confirmed(Message, frozen=True):
     key: bytes
     generation: int
     valid: bool
-    checksum: int | None = None
+    checksum: Union[int, None] = None
 
 
 class Used(Message, frozen=True):
