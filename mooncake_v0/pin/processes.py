@@ -163,11 +163,13 @@ class Pair:
             f"{self.api_url(role)}/health",
         )
 
-    def start_plain(self, port: int, extra_args: Sequence[str] = ()) -> ManagedProcess:
-        """One instance without transfer, to compare with."""
+    def start_plain(
+        self, port: int, extra_args: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> ManagedProcess:
+        """One instance without transfer, to compare with; `environment` is added to that of the others."""
         args = [*self.options.vllm_args, *extra_args]
         command = vllm_command(self.options.model, port, self.options.tp, args)
-        return self._start("plain", command, f"http://127.0.0.1:{port}/health")
+        return self._start("plain", command, f"http://127.0.0.1:{port}/health", environment or {})
 
     def start_proxy(self) -> ManagedProcess:
         command = [sys.executable, "-m", "mooncake_v0", "proxy", "--port", str(self.proxy_port)]
@@ -226,9 +228,12 @@ class Pair:
         for name in reversed(list(self.processes)):  # the metadata server last: agents remove their keys
             self.stop(name)
 
-    def _start(self, name: str, command: Sequence[str], ready_url: str) -> ManagedProcess:
+    def _start(
+        self, name: str, command: Sequence[str], ready_url: str, more: Mapping[str, str] | None = None
+    ) -> ManagedProcess:
         log = self.options.folder / f"{name}.log"
         environment = {**os.environ, "MOONCAKE_CONFIG_PATH": str(self.config_path), **self.options.environment}
+        environment.update(more or {})
         with log.open("ab") as output:
             popen = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

@@ -18,6 +18,9 @@ VLLM_ARGS = ("--dtype", "bfloat16", "--max-model-len", "4096", "--disable-log-re
 # As between two hosts, where this is not set otherwise; both sides are on this one, and would map the buffer.
 TRANSPORT = os.environ.get("MOONCAKE_V0_TRANSPORT", "engine")
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "MOONCAKE_V0_TRANSPORT": TRANSPORT}
+# a plain instance has nothing that mends guided decoding with outlines
+OUTLINES_STAND_IN = str(Path(__file__).parents[1] / "stand_ins" / "outlines")
+PLAIN_ENVIRONMENT = {"PYTHONPATH": ":".join(filter(None, (OUTLINES_STAND_IN, os.environ.get("PYTHONPATH"))))}
 KV_BUFFER_BYTES = 200_000_000
 
 
@@ -48,7 +51,7 @@ def plain_and_pair(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) ->
     pair = make_pair(tiny_model, tmp_path_factory.mktemp("pair"))
     try:
         port = find_free_port()
-        plain = pair.start_plain(port)
+        plain = pair.start_plain(port, environment=PLAIN_ENVIRONMENT)
         pair.start_all()
         pair.wait_ready(plain)
         pair.wait_connected()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,3 +293,32 @@ def test_a_request_that_is_computed_again_is_neither_looked_up_nor_stored_again(
     assert second.scheduler.num_cumulative_preemption > 0
     assert second.counted["hits"] == 3
     assert second.computed_tokens > 3 * 49
+
+
+@pytest.mark.parametrize(
+    ("what", "fields"),
+    [
+        ("multimodal data", {"multi_modal_data": {"image": "pixels"}}),
+        ("log probabilities of the prompt", {"prompt_logprobs": 1}),
+        ("a request that is preempted and has an answer already", {"answer": [7, 8]}),
+        ("an embedding request", {"sampling": False}),
+    ],
+)
+def test_what_kv_and_one_hidden_row_cannot_serve_is_computed_by_decode(
+    shared_agents: Agents, what: str, fields: dict[str, Any]
+) -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.sequence import SequenceData, SequenceGroupMetadata
+
+    side = consumer(shared_agents)
+    data = SequenceData.from_seqs(prompt(20), fields.get("answer"))
+    sampling = SamplingParams(prompt_logprobs=fields.get("prompt_logprobs")) if fields.get("sampling", True) else None
+    group = SequenceGroupMetadata(
+        "any", True, {0: data}, sampling, {0: [1, 2]}, multi_modal_data=fields.get("multi_modal_data")
+    )
+    model_input = SimpleNamespace(query_lens=[20])
+
+    assert side.transfer._make_plan([group], model_input) is None, what
+    plain = SequenceGroupMetadata("any", True, {0: SequenceData.from_seqs(prompt(20))}, SamplingParams(), {0: [1, 2]})
+    mixed = side.transfer._make_plan([plain, group], SimpleNamespace(query_lens=[20, 20]))
+    assert mixed is not None and not mixed.complete, "the whole batch is computed"

@@ -1,0 +1,3 @@
+"""See the package."""
+
+AIRPORT_LIST: list = []
