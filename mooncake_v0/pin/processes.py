@@ -38,10 +38,13 @@ def find_free_port() -> int:
         return port
 
 
+FREE_PORTS = range(20_000, 32_000)
+
+
 def find_free_range(count: int) -> int:
     """First port of `count` free ones in a row, below the range from which the kernel picks client ports."""
     for _ in range(200):
-        base = random.randrange(20000, 32000 - count, 10)
+        base = random.randrange(FREE_PORTS.start, FREE_PORTS.stop - count, 10)
         if all(_is_free(base + i) for i in range(count)):
             return base
     raise CouldNotCheckError(f"no {count} free ports in a row on this host", fix="stop some servers")
