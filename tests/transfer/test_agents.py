@@ -17,6 +17,7 @@ from mooncake_v0.errors import AgentUnavailableError
 from mooncake_v0.metadata.registry import INSTANCE_PREFIX
 from mooncake_v0.metadata.store import open_store
 from mooncake_v0.pin.processes import find_free_port, find_free_range
+from mooncake_v0.transfer.agent_settings import ENGINE, SHM
 from mooncake_v0.transfer.status import query_status
 from tests.engine_child import Engine
 from tests.transfer.conftest import (
@@ -185,8 +186,11 @@ def test_different_mooncake_json_is_named(make_agents: MakeAgents, metadata_url:
     assert "different mooncake.json" in late.decode.status().peer
 
 
+@pytest.mark.parametrize("transport", [ENGINE, SHM])
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_killed_agent_is_replaced_and_transfers_resume(agents: Agents, victim: str) -> None:
+def test_killed_agent_is_replaced_and_transfers_resume(make_agents: MakeAgents, victim: str, transport: str) -> None:
+    agents = make_agents(transport=transport)
+    agents.wait_connected()
     agents.store(1, MIB, fill=1)
     agents.fetch(1)
     client = agents.prefill if victim == "prefill" else agents.decode
@@ -197,6 +201,7 @@ def test_killed_agent_is_replaced_and_transfers_resume(agents: Agents, victim: s
     agents.wait_connected()
     wait_until(lambda: agents.store(2, MIB, fill=2) == "")
     assert agents.fetch(2) == bytes([2]) * MIB
+    assert agents.decode.status().transport == transport
 
 
 def test_frozen_agent_of_the_worker_is_given_up_in_time_and_replaced(agents: Agents) -> None:

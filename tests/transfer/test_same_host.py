@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan
 from mooncake_v0.transfer.agent_settings import AUTO, ENGINE, SHM
 from mooncake_v0.transfer.pool import Pool
 from mooncake_v0.transfer.same_host import PoolOffer, fetch_pool
-from tests.transfer.conftest import MIB, POOL_BYTES, Agents, MakeAgents, agent_pid, key, wait_until
+from tests.transfer.conftest import MIB, POOL_BYTES, Agents, MakeAgents, key, wait_until
 
 
 @pytest.fixture
@@ -136,21 +135,6 @@ def test_pool_that_is_not_mapped_any_more_is_a_miss(mapped: Agents) -> None:
     mapped.decode._drop_peer_pool()
 
     assert consumer._where(plan, selected) == MISSING
-
-
-@pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_killed_agent_is_replaced_and_the_pool_mapped_again(mapped: Agents, victim: str) -> None:
-    mapped.store(1, MIB, fill=1)
-    mapped.fetch(1)
-    client = mapped.prefill if victim == "prefill" else mapped.decode
-
-    os.kill(agent_pid(client), signal.SIGKILL)
-
-    wait_until(lambda: client.restarts == 1)
-    mapped.wait_connected()
-    wait_until(lambda: mapped.store(2, MIB, fill=2) == "")
-    assert mapped.fetch(2) == bytes([2]) * MIB
-    assert mapped.decode.status().transport == SHM
 
 
 def test_pool_of_a_peer_that_is_gone_is_given_back(mapped: Agents) -> None:
