@@ -15,8 +15,8 @@ pytestmark = pytest.mark.pin
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Heads wider than hidden size / heads, one KV head, float32; the pair's KV cache holds 1,600 tokens."""
-    with serve(make_model("gemma"), tmp_path_factory.mktemp("gemma"), pair_args=FEW_BLOCKS) as started:
+    """Heads wider than hidden size / heads, float32; the pair's KV cache holds 1,600 tokens."""
+    with serve(make_model("mistral-nemo"), tmp_path_factory.mktemp("nemo"), pair_args=FEW_BLOCKS) as started:
         yield started
 
 

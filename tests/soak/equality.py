@@ -7,7 +7,7 @@ whether it skipped the prompts' computation, as it should, or computed them, whe
 - offline: bad words and logit processors in Python, through `LLM`, which the server's requests cannot express
 - gemma, mistral-nemo, opt-projected: head size, KV heads and output width that do not follow from the config
 - mistral-window: prompts within and beyond a sliding window
-- preemption, aborts: on the gemma model, with room for 1,600 tokens
+- preemption, aborts: on the mistral-nemo model, with room for 1,600 tokens
 - refused: what vLLM's own CPU worker or this package refuses, in whose words
 
 Prints a line for each suite; exit code 1 if one fails. About eight minutes on two free cores.
@@ -174,12 +174,12 @@ SUITES: dict[str, Callable[[Path], str]] = {
     "mistral-window": on_model("mistral-window", engine_suites.check_window),
     "opt-projected": on_model("opt-projected", engine_suites.check_lengths),
     "preemption": on_model(
-        "gemma",
+        "mistral-nemo",
         engine_suites.check_preemption_on_decode,
         engine_suites.check_preemption_on_prefill,
         pair_args=FEW_BLOCKS,
     ),
-    "aborts": on_model("gemma", engine_suites.check_many_aborts, pair_args=FEW_BLOCKS),
+    "aborts": on_model("mistral-nemo", engine_suites.check_many_aborts, pair_args=FEW_BLOCKS),
     "refused": check_refused,
 }
 
