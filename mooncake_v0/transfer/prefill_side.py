@@ -12,6 +12,7 @@ import logging
 import time
 from typing import Callable
 
+from mooncake_v0.errors import ProtocolError
 from mooncake_v0.transfer.checksums import Hasher, Running
 from mooncake_v0.transfer.lookup_buffer import HELD, LOST, READY, RESERVED, Entry, LookupBuffer
 from mooncake_v0.transfer.messages import (
@@ -139,6 +140,8 @@ class PrefillSide:
         entry = self._buffer.get(key)
         if entry is None or entry.state != RESERVED:
             return
+        if ready_nbytes > entry.nbytes:
+            raise ProtocolError(f"Commit of {ready_nbytes} bytes of an entry that has {entry.nbytes}")
         entry.ready_nbytes = ready_nbytes
         if ready_nbytes == entry.nbytes:
             entry.state = READY
