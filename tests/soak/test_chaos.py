@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.pin
+
 CHAOS_S = 75
 OPTIONS = ("--seed", "7", "--clients", "8", "--prompts", "50", "--fresh", "20", "--instance-kills", "1")
 
