@@ -156,18 +156,18 @@ def check_preemption_on_prefill(servers: Servers) -> None:
 
 
 def assert_near(answers: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
-    """Equal tokens with equal log probabilities; a tie of two tokens may fall either way, and ends the comparison."""
+    """Equal tokens with equal log probabilities; where two tokens tie, either may come, and the comparison ends."""
     compared = 0
     for answer, wanted in zip(answers, expected):
         got, want = answer["choices"][0]["logprobs"], wanted["choices"][0]["logprobs"]
         for step, best in enumerate(want["top_logprobs"]):
             first, second = sorted(best.values(), reverse=True)[:2]
-            if first - second < CLOSE:
+            if got["tokens"][step] != want["tokens"][step] and first - second < CLOSE:
                 break
             assert got["tokens"][step] == want["tokens"][step], (step, got["tokens"], want["tokens"])
             assert abs(got["token_logprobs"][step] - want["token_logprobs"][step]) < CLOSE
             compared += 1
-    assert compared > 0.8 * sum(len(wanted["choices"][0]["logprobs"]["tokens"]) for wanted in expected)
+    assert compared > sum(len(wanted["choices"][0]["logprobs"]["tokens"]) for wanted in expected) / 2
 
 
 # --- clients that leave -----------------------------------------------------------------------------------------------
