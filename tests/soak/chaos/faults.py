@@ -85,7 +85,7 @@ class Faults:
         return Struck(f"kill -9 of {role}'s engine process")
 
     def kill_metadata(self) -> Struck:
-        os.kill(self._pair.processes["metadata"].pid, signal.SIGKILL)
+        self._pair.processes["metadata"].popen.kill()
         return Struck("kill -9 of the metadata server")
 
     def freeze_metadata(self) -> Struck:
