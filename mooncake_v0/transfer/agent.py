@@ -19,18 +19,17 @@ import signal
 import socket
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
-import msgspec
 import zmq
 
 from mooncake_v0.config.model import RankPorts
-from mooncake_v0.errors import EngineError, ProtocolError, TransferError
+from mooncake_v0.errors import EngineError, ProtocolError
 from mooncake_v0.metadata.registry import InstanceRecord
 from mooncake_v0.transfer.agent_settings import AUTO, ENGINE, AgentSettings
 from mooncake_v0.transfer.checksums import Hasher, is_wanted
+from mooncake_v0.transfer.conversation import Conversation
 from mooncake_v0.transfer.decode_side import DecodeSide
 from mooncake_v0.transfer.engine import EngineSettings, check_descriptor, engine_takes
 from mooncake_v0.transfer.engine_thread import READY, STARTING, EngineThread, ReadResult, engine_opener
@@ -38,36 +37,27 @@ from mooncake_v0.transfer.key_keeper import KeyKeeper, make_record
 from mooncake_v0.transfer.lookup_buffer import LookupBuffer
 from mooncake_v0.transfer.messages import (
     MAX_MESSAGE_BYTES,
-    PROTOCOL_VERSION,
     Hello,
     Message,
     PeerMessage,
     PeerPoolMapped,
-    Ping,
-    Pong,
-    Refused,
     Release,
     Status,
-    StatusRequest,
     Welcome,
     WorkerStatus,
     WorkerStatusRequest,
     encode,
 )
-from mooncake_v0.transfer.peer import PING_EVERY_S, Peer, disagreement, explain_disagreement
+from mooncake_v0.transfer.peer import Peer
 from mooncake_v0.transfer.peer_pool import PeerPoolMapping
 from mooncake_v0.transfer.pool import Pool
 from mooncake_v0.transfer.prefill_side import PrefillSide
 from mooncake_v0.transfer.same_host import PoolOffer
-from mooncake_v0.transfer.side_channel import SideChannel, resolve
 from mooncake_v0.transfer.worker_checks import MAX_COUNTERS, decode_checked
 
 logger = logging.getLogger("mooncake_v0.agent")
 
 TICK_S = 0.25
-REFUSED_RETRY_S = 2.0
-RESOLVE_EVERY_S = 2.0
-TAKEN_FOR_S = 3 * PING_EVERY_S
 STUCK_READ_S = 15.0  # only a connect to a host that drops packets lasts longer (133 s); nothing can interrupt it
 CLEAR_EACH_TICK_BYTES = 256 << 20  # some 20 ms of the main loop
 EXIT_REPLACE_ME = 75
@@ -87,14 +77,10 @@ class Agent:
         self._peer = Peer()
         self._buffer: LookupBuffer
         self._worker_counters: dict[str, float] = {}
-        self._channel = SideChannel(zmq.Context(), secret=_read_secret(settings.secret_file))
+        self._poller = zmq.Poller()
+        self._talk = Conversation(settings, self.epoch, self._peer, self._poller, self)
         self._keeper = KeyKeeper(settings.config.metadata_server, self._record())
         self._engine = EngineThread(self._engine_opener())
-        self._poller = zmq.Poller()
-        self._next_hello_s = 0.0
-        self._next_resolve_s = 0.0
-        self._resolver = ThreadPoolExecutor(1, "resolver")
-        self._resolving: Future[str] | None = None
         self._hasher = Hasher(pool) if is_wanted(settings.checksum, settings.config.protocol) else None
         self._side: PrefillSide | DecodeSide
         self._pool_offer: PoolOffer | None = None
@@ -106,16 +92,16 @@ class Agent:
                 on_free=lambda entry: pool.set_generation(entry.offset, 0),
                 clear=pool.clear,
             )
-            self._side = PrefillSide(self._buffer, self._peer, pool, send=self._send, hasher=self._hasher)
+            self._side = PrefillSide(self._buffer, self._peer, pool, send=self._talk.send, hasher=self._hasher)
             if settings.transport != ENGINE:
-                self._pool_offer = PoolOffer(pool)
+                self._pool_offer = self._talk.pool_offer = PoolOffer(pool)
         else:
             self._buffer = LookupBuffer(pool.nbytes, ttl_s=settings.ttl_s, clear=pool.clear)
             self._side = DecodeSide(
                 self._buffer,
                 self._peer,
                 pool.address,
-                send=self._send,
+                send=self._talk.send,
                 submit=self._engine.submit,
                 cancel=self._engine.cancel_queued,
                 hasher=self._hasher,
@@ -153,7 +139,7 @@ class Agent:
             self._serve_engine()
             for running in self._hasher.take_complete() if self._hasher is not None else ():
                 self._side.on_hashed(running)
-            self._serve_peer()
+            self._talk.serve(self.engine_state == READY)
             if self._pool_offer is not None:
                 self._pool_offer.serve()
         return code
@@ -170,20 +156,18 @@ class Agent:
         return max(0, math.ceil((deadline_s - time.monotonic()) * 1000))
 
     def _tick(self, now_s: float) -> int:
-        self._listen()
+        if self._talk.listen() and self._engine.ident is None:
+            self._engine.start()
         reading_since = self._engine.reading_since
         if reading_since is not None and now_s - reading_since > STUCK_READ_S:
             logger.error("a read has hung for %.0f s: this agent is replaced", now_s - reading_since)
             return EXIT_REPLACE_ME
-        if isinstance(self._side, DecodeSide):
-            if self._side.quarantined_bytes * 2 > self._pool.nbytes:
-                logger.error("timed-out reads block half of the buffer: this agent is replaced")
-                return EXIT_REPLACE_ME
-            self._call_peer(now_s)
+        if isinstance(self._side, DecodeSide) and self._side.quarantined_bytes * 2 > self._pool.nbytes:
+            logger.error("timed-out reads block half of the buffer: this agent is replaced")
+            return EXIT_REPLACE_ME
+        self._talk.tick(now_s, self.engine_state == READY)
         if self._peer_pool is not None:
             self._peer_pool.tick(now_s)
-        if self._peer.silent(now_s):
-            self._lose_peer(f"it has been silent for {now_s - self._peer.heard_at_s:.1f} s")
         self._side.tick(now_s)
         self._buffer.clear_some(CLEAR_EACH_TICK_BYTES)
         return 0
@@ -241,154 +225,25 @@ class Agent:
                 else:
                     logger.warning("no transfer: engine %s", result)
 
-    # --- peer ---------------------------------------------------------------------------------------------------------
+    # --- what the conversation with the peer tells --------------------------------------------------------------------
 
-    def _hello(self) -> Hello:
-        settings = self.settings
-        return Hello(
-            version=PROTOCOL_VERSION,
-            role=settings.role,
-            rank=settings.rank,
-            tp_size=settings.tp_size,
-            epoch=self.epoch,
-            segment_name=settings.ports.segment_name,
-            config_digest=settings.config.digest(),
-            fingerprint=settings.fingerprint,
-        )
+    def on_peer_up(self, theirs: Hello) -> None:
+        self._side.on_peer_up()
+        if self._peer_pool is not None and isinstance(theirs, Welcome):
+            self._peer_pool.connect(theirs.pool_socket, theirs.pool_nonce)
 
-    def _welcome(self) -> Welcome:
-        name, nonce = (self._pool_offer.name, self._pool_offer.nonce) if self._pool_offer else ("", b"")
-        return Welcome(**msgspec.structs.asdict(self._hello()), pool_socket=name, pool_nonce=nonce)
+    def on_peer_down(self) -> None:
+        self._side.on_peer_down()
+        if self._peer_pool is not None:
+            self._peer_pool.lose(time.monotonic())
 
-    def _listen(self) -> None:
-        """Bind the side channel, then dial the peer from decode; tried again on every tick until it works."""
-        if self._channel.listener is None:
-            ports = self.settings.ports
-            try:
-                self._channel.bind(ports.host, ports.side_channel)
-            except TransferError as error:
-                self._peer.report(str(error))
-                return
-            self._poller.register(self._channel.listener, zmq.POLLIN)
-            self._engine.start()
-        if self.settings.role == "decode" and self._channel.dialer is None:
-            self._follow_peer()
-
-    def _call_peer(self, now_s: float) -> None:
-        """Decode keeps the conversation going: a Hello until it is welcome, then pings."""
-        if self._channel.dialer is None:
-            return
-        if self._peer.up:
-            self._channel.send(Ping(self.epoch))
-        elif self.engine_state == READY and now_s >= self._next_hello_s:
-            self._next_hello_s = now_s + PING_EVERY_S
-            self._channel.send(self._hello())
-            if now_s >= self._next_resolve_s:
-                self._next_resolve_s = now_s + RESOLVE_EVERY_S
-                self._follow_peer()
-
-    def _follow_peer(self) -> None:
-        """Ask again for the peer's address; in a thread, since a name server may take seconds to say nothing."""
-        peer = self.settings.config.ports("prefill", self.settings.rank)
-        if self._resolving is None:
-            self._resolving = self._resolver.submit(resolve, peer.host)
-        elif self._resolving.done():
-            asked, self._resolving = self._resolving, None
-            try:
-                self._connect_to(asked.result(), peer.side_channel)
-            except TransferError as error:
-                self._peer.report(str(error))
-
-    def _connect_to(self, ip: str, port: int) -> None:
-        if self._channel.dialer is not None:
-            self._channel.follow(ip, port)
-            return
-        self._channel.dial(ip, port)
-        assert self._channel.dialer is not None
-        self._poller.register(self._channel.dialer, zmq.POLLIN)
-
-    def _serve_peer(self) -> None:
-        for identity, message in self._channel.receive():
-            if isinstance(message, StatusRequest):
-                self._channel.send(self.status(), identity)
-            elif isinstance(message, Hello):
-                self._greet(identity, message)
-            elif isinstance(message, (Ping, Pong)):
-                self._heard(identity, message)
-            elif isinstance(message, Refused):
-                if self.settings.role != "decode" or identity is not None:
-                    continue  # only the listener that decode dialed may refuse it
-                self._next_hello_s = time.monotonic() + REFUSED_RETRY_S
-                self._lose_peer(explain_disagreement(message.field, message.theirs, message.ours))
-            elif self._from_peer(identity, message):
-                self._peer.heard_at_s = time.monotonic()
-                self._side.on_peer(message)
-
-    def _from_peer(self, identity: bytes | None, message: PeerMessage) -> bool:
-        return self._peer.up and identity == self._peer.identity
-
-    def _greet(self, identity: bytes | None, theirs: Hello) -> None:
-        """Prefill answers a Hello with Welcome or Refused; decode takes the Welcome."""
-        ours = self._hello()
-        wrong = disagreement(ours, theirs)
-        if self.settings.role == "prefill" and identity is not None and not isinstance(theirs, Welcome):
-            if self.engine_state != READY or self._is_taken(theirs):
-                return
-            if wrong:
-                self._channel.send(Refused(*wrong), identity)
-            else:
-                self._channel.send(self._welcome(), identity)
-        elif not (self.settings.role == "decode" and identity is None and isinstance(theirs, Welcome)):
-            return
-        if wrong:
-            if not self._peer.up:
-                self._peer.report(explain_disagreement(*wrong))
-            return
-        if self._peer.up and self._peer.epoch != theirs.epoch:
-            self._lose_peer("it was restarted")
-        if not self._peer.up:
-            self._peer.connect(theirs, identity, time.monotonic())
-            self._side.on_peer_up()
-            if self._peer_pool is not None and isinstance(theirs, Welcome):
-                self._peer_pool.connect(theirs.pool_socket, theirs.pool_nonce)
-        self._peer.identity = identity
-        self._peer.heard_at_s = time.monotonic()
-
-    def _is_taken(self, theirs: Hello) -> bool:
-        """Whether another, live decode agent has this prefill already; a restarted one finds its place silent."""
-        silent_s = time.monotonic() - self._peer.heard_at_s
-        return self._peer.up and self._peer.epoch != theirs.epoch and silent_s < TAKEN_FOR_S
-
-    def _heard(self, identity: bytes | None, message: Ping | Pong) -> None:
-        if isinstance(message, Ping):
-            if identity is None:
-                return
-            self._channel.send(Pong(self.epoch), identity)
-            if self._peer.up and message.epoch == self._peer.epoch:
-                self._peer.identity = identity  # a reconnect gives the same peer a new identity
-                self._peer.heard_at_s = time.monotonic()
-        elif self._peer.up and identity is None:
-            if message.epoch == self._peer.epoch:
-                self._peer.heard_at_s = time.monotonic()
-            else:
-                self._lose_peer("it was restarted")
-
-    def _lose_peer(self, problem: str) -> None:
-        was_up = self._peer.up
-        self._peer.lose(problem)
-        if was_up:
-            self._side.on_peer_down()
-            if self._peer_pool is not None:
-                self._peer_pool.lose(time.monotonic())
-
-    def _send(self, message: Message) -> None:
-        if self._peer.up:
-            self._channel.send(message, self._peer.identity)
+    def on_peer(self, message: PeerMessage) -> None:
+        self._side.on_peer(message)
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        counters = {**self._buffer.counters, **self._worker_counters, "rejected_messages": self._channel.rejected}
+        counters = {**self._buffer.counters, **self._worker_counters, "rejected_messages": self._talk.rejected}
         if isinstance(self._side, DecodeSide):
             counters["quarantined_bytes"] = self._side.quarantined_bytes
         return Status(
@@ -442,7 +297,7 @@ class Agent:
         if self._engine.is_alive():
             self._engine.stop(timeout_s=2.0)
         self._keeper.close()
-        self._channel.close()
+        self._talk.close()
         if self._pool_offer is not None:
             self._pool_offer.close()
 
@@ -459,13 +314,6 @@ def check_ports_free(ports: RankPorts) -> None:
                     f"{ports.host}:{port} cannot be bound: {error.strerror}",
                     fix="stop the process that uses it, or correct prefill_url or decode_url",
                 ) from error
-
-
-def _read_secret(path: str | None) -> bytes | None:
-    if path is None:
-        return None
-    with open(path, "rb") as file:
-        return file.read().strip()
 
 
 def _raise_file_limit() -> None:

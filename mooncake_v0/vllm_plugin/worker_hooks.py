@@ -25,13 +25,14 @@ from mooncake_v0.errors import KVLayoutError, MooncakeV0Error
 from mooncake_v0.kv.connector import MISSING, Consumer, Producer, pack_block_ids
 from mooncake_v0.kv.layout import KVLayout, find_block_dim
 from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan, content_key, decode_plan, encode_plan
-from mooncake_v0.transfer.agent_client import AgentClient, PageLocks
+from mooncake_v0.transfer.agent_client import AgentClient
 from mooncake_v0.transfer.agent_settings import CHECKSUMS, TRANSPORTS, AgentSettings
-from mooncake_v0.transfer.pool import Pool
+from mooncake_v0.vllm_plugin.environment import choice, seconds
 from mooncake_v0.vllm_plugin.fingerprint import adapter_identity, model_fingerprint
 from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig
 from mooncake_v0.vllm_plugin.metrics import WorkerMetrics
+from mooncake_v0.vllm_plugin.page_locks import page_locks
 from mooncake_v0.vllm_plugin.parking import ParkingLot
 from mooncake_v0.vllm_plugin.plugin_logging import set_up_logging
 from mooncake_v0.vllm_plugin.wrapping import call_after, wrap_once
@@ -142,14 +143,14 @@ class WorkerTransfer:
                 config=self.config.mooncake,
                 fingerprint=fingerprint,
                 pool_nbytes=int(self.config.kv_buffer_size),
-                ttl_s=_seconds("MOONCAKE_V0_TTL_S", DEFAULT_TTL_S),
+                ttl_s=seconds("MOONCAKE_V0_TTL_S", DEFAULT_TTL_S),
                 secret_file=os.environ.get("MOONCAKE_V0_SECRET_FILE"),
                 log_level=logging.getLevelName(logger.getEffectiveLevel()),
                 api_url=self.config.api_url,
-                transport=_choice("MOONCAKE_V0_TRANSPORT", TRANSPORTS),
-                checksum=_choice("MOONCAKE_V0_CHECKSUM", CHECKSUMS),
+                transport=choice("MOONCAKE_V0_TRANSPORT", TRANSPORTS),
+                checksum=choice("MOONCAKE_V0_CHECKSUM", CHECKSUMS),
             ),
-            _page_locks(layout.device),
+            page_locks(layout.device),
         )
         self._make_connector(self.client, layout, model_config)
         self.client.start()
@@ -167,7 +168,7 @@ class WorkerTransfer:
                 hidden_size=hidden_size,
                 hidden_dtype=dtype,
                 count=metrics.count,
-                wait_s=_seconds("MOONCAKE_V0_WAIT_S", DEFAULT_WAIT_S),
+                wait_s=seconds("MOONCAKE_V0_WAIT_S", DEFAULT_WAIT_S),
                 agree=self._agree,
             )
         logger.info(
@@ -331,47 +332,3 @@ def _group_agreement(tp_size: int) -> Callable[[int], int]:
         return int(vote.item())
 
     return agree
-
-
-def _page_locks(device: torch.device) -> PageLocks:
-    """Let the GPU copy straight from and to a pool; without it copies go through a bounce buffer."""
-    if device.type != "cuda":
-        return PageLocks()
-    runtime: Any = torch.cuda
-
-    def lock(pool: Pool) -> None:
-        with torch.cuda.device(device):
-            code = int(runtime.cudart().cudaHostRegister(pool.address, pool.nbytes, 0))
-        if code != 0:
-            logger.warning(
-                "a pool of %d bytes cannot be page-locked (CUDA error %s): copies are slower", pool.nbytes, code
-            )
-
-    def unlock(pool: Pool) -> None:
-        with torch.cuda.device(device):
-            runtime.cudart().cudaHostUnregister(pool.address)
-
-    return PageLocks(lock, unlock)
-
-
-def _choice(variable: str, choices: tuple[str, ...]) -> str:
-    """A variable's value; the first choice is the default."""
-    text = os.environ.get(variable, choices[0])
-    if text not in choices:
-        logger.warning("%s is %r, not one of %s: %s is used", variable, text, ", ".join(choices), choices[0])
-        return choices[0]
-    return text
-
-
-def _seconds(variable: str, default: float) -> float:
-    text = os.environ.get(variable)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if value < 0:
-        logger.warning("%s is %r, not a number of seconds: %s is used", variable, text, default)
-        return default
-    return value
