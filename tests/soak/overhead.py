@@ -1,12 +1,12 @@
 """What a configured transfer costs while its peer is absent: plain vLLM against decode and prefill without the other side.
 
-    python -m tests.soak.overhead [--rounds 40] [--most 160]
+    python -m tests.soak.overhead [--rounds 200] [--most 600]
 
 Four engines of the pin run one after the other in every round, in turning order, over the same fresh prompts (short and
 middle ones, 16 tokens of answer each): plain, decode and prefill with a --kv-transfer-config whose peer does not run, and
 a second plain one, which shows what this machine can tell apart at all. Of each run the processor time of the engine's
 process and its agent counts, and the time by the clock; a round gives one ratio to plain. Printed are the geometric mean of
-the ratios and its 95 % interval. Rounds go on after the first 40 until the interval is clear of 1.01, at most 160.
+the ratios and its 95 % interval. Rounds go on after the first 200 until the interval is clear of 1.01, at most 600.
 Exit code 0: the overhead of both roles in processor time is below 1 % with its whole interval; 1: it is not, or that
 could not be shown. Takes about a quarter of an hour on two free cores.
 """
@@ -189,8 +189,8 @@ def start(model: str, folder: Path) -> Iterator[dict[str, Engine]]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--most", type=int, default=160)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--most", type=int, default=600)
     options = parser.parse_args(arguments)
     model = str(make_tiny_model(cache_folder() / "tiny-qwen2"))
     with tempfile.TemporaryDirectory() as folder, start(model, Path(folder)) as engines:
