@@ -19,6 +19,7 @@ from mooncake_v0.errors import TransferError
 from mooncake_v0.transfer.pool import ALIGNMENT_BYTES, NONCE_BYTES, Pool, shared_nbytes
 
 FETCH_TIMEOUT_S = 2.0
+_BACKLOG = 16
 _OFFER = struct.Struct("<QQ")  # address of the pool in prefill's agent, size
 _CREDENTIALS = struct.Struct("3i")
 
@@ -33,12 +34,12 @@ class PoolOffer:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.setblocking(False)
         self.listener.bind(b"\0" + self.name.encode())
-        self.listener.listen(16)
+        self.listener.listen(_BACKLOG)
 
     def serve(self) -> None:
-        """Answer all who wait; never blocks."""
+        """Answer those who wait; never blocks."""
         with contextlib.suppress(BlockingIOError):
-            while True:
+            for _ in range(_BACKLOG):
                 connection, _ = self.listener.accept()
                 with connection, contextlib.suppress(OSError):
                     connection.setblocking(False)
