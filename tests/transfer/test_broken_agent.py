@@ -17,7 +17,7 @@ from mooncake_v0.pin.processes import find_free_range
 from mooncake_v0.transfer import agent_client
 from mooncake_v0.transfer.agent_client import AgentClient
 from mooncake_v0.transfer.agent_settings import AgentSettings
-from mooncake_v0.transfer.messages import Message, PeerPool, Polled, Reserved, Select, Selected, encode
+from mooncake_v0.transfer.messages import Message, PeerPool, Polled, Reserved, Selected, encode
 from tests.transfer.conftest import MIB, key, wait_until
 
 POOL_BYTES = 8 * MIB
@@ -64,14 +64,13 @@ ANSWERS: dict[str, tuple[Call, Message]] = {
     "no offset": (reserve, Reserved(THE_CALL, [], [])),
     "offset without a reason": (reserve, Reserved(THE_CALL, [0], [])),
     "answer to another question": (reserve, Polled(THE_CALL, [True])),
-    "question": (reserve, Select(THE_CALL, [key(1)], 1.0)),
     "selected beyond the pool": (select, selected(POOL_BYTES, 4096)),
     "selected of a huge size": (select, selected(0, HUGE)),
     "selected of a negative size": (select, selected(4096, -1)),
     "selected of two keys for one": (select, Selected(THE_CALL, [0, 0], [1, 1], ["", ""], [0, 0], [1, 1])),
     "selected without pools": (select, Selected(THE_CALL, [0], [1], [""], [], [])),
     "polled nothing": (poll, Polled(THE_CALL, [])),
-    "pool on the wrong socket": (poll, PeerPool(1, HUGE)),
+    "pool on the wrong socket, of a size that no pool has": (poll, PeerPool(1, HUGE)),
 }
 BYTES: dict[str, tuple[Call, bytes]] = {
     "no message": (select, b"\xc1\xc1"),
