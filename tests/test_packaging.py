@@ -209,11 +209,16 @@ def test_doctor_names_wrong_versions_of_a_throw_away_environment(
         record = tmp_path / f"{name}-{version}.dist-info"
         record.mkdir()
         (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    checks = [word for name in ("pinned-versions", "version-drift", "engine-import") for word in ("--only", name)]
+    # as after copying the package's folder beside vLLM instead of installing it
+    shutil.rmtree(tmp_path / f"mooncake_v0-{__version__}.dist-info")
+    names = ("pinned-versions", "version-drift", "engine-import", "plugin-entry-points")
+    checks = [word for name in names for word in ("--only", name)]
     done = Installed(python, tmp_path).run("doctor", *checks, "--format", "json")
     found = {row["check"]: row for row in json.loads(done.stdout)["results"] if row["status"] != "ok"}
     assert found["pinned-versions"]["what"].startswith("mooncake-transfer-engine is 0.3.3: it is linked against Addr")
     assert "transformers 5.24.0, tested with 4.46.3" in found["version-drift"]["evidence"]
     assert "'transformers==4.46.3'" in found["version-drift"]["command"]
-    assert found["engine-import"]["status"] == "error"
+    assert found["engine-import"]["fix"] == "repair what pinned-versions names"
     assert "ASan" in found["engine-import"]["evidence"]
+    assert found["plugin-entry-points"]["status"] == "error"
+    assert found["plugin-entry-points"]["command"] == f"pip install {wheel.name}"

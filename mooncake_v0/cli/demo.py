@@ -69,9 +69,11 @@ def _options(model: str | None, tp: int, metadata: str | None, folder: Path) -> 
 
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
+        from mooncake_v0.doctor.software import install_command
+
         raise CouldNotCheckError(
             "vLLM is not installed in this environment",
-            fix='run scripts/demo.sh, or: pip install -c configs/constraints-vllm-0.6.4.post1.txt "mooncake-v0[vllm]"',
+            fix=f"run scripts/demo.sh of the checkout, or: {install_command()}",
         ) from None
     # through the engine, as between two hosts
     transport = os.environ.get("MOONCAKE_V0_TRANSPORT", "engine")

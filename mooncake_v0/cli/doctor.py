@@ -159,7 +159,8 @@ def examine(request: Request, host: Host) -> list[Result]:
         results: list[Result] = []
         checked = _read(request, host) if request.file is not None else None
         if checked is not None:
-            found = list(checked.diagnostics)
+            # this kernel's own range counts here, not the usual one
+            found = [item for item in checked.diagnostics if item.rule != "ephemeral-port"]
             if checked.config is not None:
                 host, more = _with_facts(checked, request, host)
                 found += more
@@ -179,13 +180,16 @@ def _read(request: Request, host: Host) -> Checked:
 
 
 def _with_facts(checked: Checked, request: Request, host: Host) -> tuple[Host, list[Diagnostic]]:
+    from mooncake_v0.cli.doctor_running import running_sides
     from mooncake_v0.cli.validate_online import findings, gather
 
     assert checked.config is not None
     facts = gather(checked.config, host.ranks, request.role, request.sysfs, host.timeout_s)
     # doctor says the same of the peer's ports, with the other host's own word where its doctor answers
     facts = replace(facts, reached={}) if facts.local else facts
-    known = replace(host, config=checked.config, local=facts.local, resolved=facts.resolved)
+    running = running_sides(facts, host)
+    facts = replace(facts, busy={place: use for place, use in facts.busy.items() if place[0] not in running})
+    known = replace(host, config=checked.config, local=facts.local, resolved=facts.resolved, running=running)
     # proxy variables are a check of doctor's own
     return known, [item for item in findings(facts, checked) if item.rule != "http-proxy"]
 

@@ -239,10 +239,9 @@ def _show_findings(reports: Sequence[FileReport]) -> None:
 
 def _require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
-        raise CouldNotCheckError(
-            "vLLM is not installed in this environment",
-            fix='pip install -c configs/constraints-vllm-0.6.4.post1.txt "mooncake-v0[vllm]"',
-        )
+        from mooncake_v0.doctor.software import install_command
+
+        raise CouldNotCheckError("vLLM is not installed in this environment", fix=install_command())
 
 
 def _run(settings: Settings, stages: Sequence[Sequence[Command]]) -> int:

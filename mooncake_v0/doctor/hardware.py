@@ -16,7 +16,10 @@ GPU_QUERY = "index,name,memory.total,memory.used"
 @check(ERROR)
 def host_memory(host: Host) -> Iterator[Outcome]:
     """The lookup buffers do not fit into this host's memory: kv_buffer_size bytes for each rank of each side on it."""
-    sides = max(1, len(host.local))
+    sides = max(1, len(host.local)) - len(host.running)
+    if not sides:
+        yield Outcome(SKIPPED, "the lookup buffers are in memory already: the instance runs")
+        return
     needed = host.kv_buffer_bytes * host.ranks * sides
     line = next(
         line
@@ -26,7 +29,7 @@ def host_memory(host: Host) -> Iterator[Outcome]:
     available = int(line.split()[1]) * 1024
     if needed > available:
         what = f"the lookup buffers need {_gib(needed)} ({host.ranks} ranks, {sides} side), {_gib(available)} are available"
-        fix = "give a smaller kv_buffer_size; `mooncake-v0 size` computes it; nothing, if the pair is running already"
+        fix = "give a smaller kv_buffer_size; `mooncake-v0 size` computes it"
         yield Outcome(ERROR, what, line, fix)
     else:
         yield Outcome(OK, f"the lookup buffers need {_gib(needed)}, {_gib(available)} are available")
@@ -69,6 +72,9 @@ def gpu_memory(host: Host) -> Iterator[Outcome]:
     if shutil.which("nvidia-smi", path=host.environment.get("PATH")) is None:
         yield Outcome(SKIPPED, "no nvidia-smi: this host has no NVIDIA GPU, or no driver")
         return
+    if host.running:
+        yield Outcome(SKIPPED, "an instance of the pair runs here and has its share of the GPU already")
+        return
     done = host.run(["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"], 30)
     if done.code:
         yield Outcome(
@@ -91,7 +97,7 @@ def _judge_gpu(gpu: Gpu, utilization: float, line: str) -> Outcome:
         return Outcome(OK, f"GPU {gpu.index} ({gpu.name}): {_gib(wanted)} wanted, {_gib(free)} free")
     fits = max(0.0, int(100 * free / gpu.total_bytes - 2) / 100)
     what = f"GPU {gpu.index} has {_gib(free)} free, --gpu-memory-utilization {utilization:g} takes {_gib(wanted)}"
-    fix = f"end what uses it, or give --gpu-memory-utilization {fits:g}; nothing, if this is the running instance"
+    fix = f"end what uses it, or give --gpu-memory-utilization {fits:g}"
     return Outcome(ERROR, what, line, fix, "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv")
 
 

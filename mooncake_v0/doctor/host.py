@@ -30,6 +30,7 @@ class Host:
 
     config: the valid mooncake.json, if one was given, and its path; role: the side this host is, if known
     local: the sides whose address is this host's; resolved: host as written -> IPv4 address
+    running: the local sides whose agents answer, so that their ports and memory are taken by right
     api_port, ranks, gpu_memory_utilization, kv_buffer_bytes: as given to vLLM
     proc, sys: roots of procfs and sysfs; python: the interpreter that runs vLLM here
     """
@@ -39,6 +40,7 @@ class Host:
     role: Role | None = None
     local: tuple[Role, ...] = ()
     resolved: Mapping[str, Optional[str]] = field(default_factory=dict)
+    running: tuple[Role, ...] = ()
     ranks: int = 1
     gpu_memory_utilization: float = 0.9
     kv_buffer_bytes: int = 2_000_000_000

@@ -123,6 +123,18 @@ def peer_clock(host: Host) -> Iterator[Outcome]:
         yield Outcome(OK, "the clocks of both hosts agree")
 
 
+@check(INFO)
+def running_instance(host: Host) -> Iterator[Outcome]:
+    """Whether a side of this host runs already: its agents answer. Then its ports and memory are taken by right.
+
+    `mooncake-v0 status` shows what the agents say.
+    """
+    for side in host.running:
+        yield Outcome(OK, f"{side} runs here, and its agents answer")
+    if not host.running:
+        yield Outcome(SKIPPED, "no side of the pair runs on this host, or no mooncake.json")
+
+
 @check(WARNING)
 def local_port_range(host: Host) -> Iterator[Outcome]:
     """A port of the plan lies in the range from which the kernel takes ports for outgoing connections.

@@ -6,10 +6,13 @@ import os
 import platform
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Iterator, Mapping
 
-from mooncake_v0 import ENGINE_VERSIONS, VLLM_VERSION
+from mooncake_v0 import ENGINE_VERSIONS, VLLM_VERSION, __version__
+from mooncake_v0.config.launch import Launch
+from mooncake_v0.config.launch_rules import launch_engine_variable
 from mooncake_v0.doctor.host import Host
 from mooncake_v0.doctor.report import ERROR, INFO, OK, SKIPPED, WARNING, Outcome, check
 
@@ -94,7 +97,7 @@ def pinned_versions(host: Host) -> Iterator[Outcome]:
     """
     for package, wanted in (("vllm", (VLLM_VERSION,)), (ENGINE, ENGINE_VERSIONS)):
         found = host.version(package)
-        command = f"pip install -c configs/constraints-vllm-{VLLM_VERSION}.txt '{package}=={wanted[-1]}'"
+        command = f"pip install -c {TESTED_VERSIONS} '{package}=={wanted[-1]}'"
         if found is None:
             what = f"{package} is not installed in this environment"
             yield Outcome(
@@ -107,6 +110,11 @@ def pinned_versions(host: Host) -> Iterator[Outcome]:
             )
         else:
             yield Outcome(OK, f"{package} {found}")
+
+
+def install_command() -> str:
+    """What installs vLLM and the engine beside this package, wherever it was installed from."""
+    return f"pip install -c {TESTED_VERSIONS} vllm=={VLLM_VERSION} {ENGINE}=={ENGINE_VERSIONS[-1]}"
 
 
 def tested_versions() -> dict[str, str]:
@@ -146,8 +154,7 @@ def shared_libraries(host: Host) -> Iterator[Outcome]:
 
     The wheel brings some, but not libcurl, libibverbs and libnuma, which even tcp needs. Slim images have none of them.
     """
-    folder = host.module_folder("mooncake")
-    files = [folder / name for name in ENGINE_MODULES if (folder / name).is_file()] if folder is not None else []
+    files = _engine_files(host)
     if not files:
         yield Outcome(SKIPPED, "the engine is not installed here")
         return
@@ -161,6 +168,11 @@ def shared_libraries(host: Host) -> Iterator[Outcome]:
         yield Outcome(ERROR, f"the engine needs {name}, which cannot be loaded", line, fix, command)
     if not missing:
         yield Outcome(OK, "every shared library of the engine is there")
+
+
+def _engine_files(host: Host) -> list[Path]:
+    folder = host.module_folder("mooncake")
+    return [folder / name for name in ENGINE_MODULES if (folder / name).is_file()] if folder is not None else []
 
 
 def _missing_libraries(host: Host, file: Path) -> dict[str, str]:
@@ -181,7 +193,8 @@ def _missing_libraries(host: Host, file: Path) -> dict[str, str]:
 def engine_import(host: Host) -> Iterator[Outcome]:
     """The engine cannot be imported. It is tried in a child process, since it may abort or segfault.
 
-    It reads its MC_ variables at import; a bad value ends the process there.
+    It reads its MC_ variables at import; a bad value ends the process there. Where another check has named the reason, this
+    is a note.
     """
     if host.module_folder("mooncake") is None:
         yield Outcome(SKIPPED, "the engine is not installed here")
@@ -192,9 +205,29 @@ def engine_import(host: Host) -> Iterator[Outcome]:
         return
     how = f"signal {signal.Signals(-done.code).name}" if done.code < 0 else f"exit code {done.code}"
     lines = [line for line in done.output.strip().splitlines() if line.strip()]
+    cause = _known_cause(host)
+    if cause:
+        yield Outcome(
+            INFO, f"importing the engine ends with {how}", "\n".join(lines[-3:]), f"repair what {cause} names"
+        )
+        return
     fix = "see the other findings: a missing library, a version, an MC_ variable; else reinstall the engine"
     command = f"pip install --force-reinstall --no-deps {ENGINE}=={ENGINE_VERSIONS[-1]}"
     yield Outcome(ERROR, f"importing the engine ends with {how}", "\n".join(lines[-3:]), fix, command)
+
+
+def _known_cause(host: Host) -> str:
+    """The check that has named the reason why the engine cannot be imported, so that one trouble is one error; or ""."""
+    if host.version(ENGINE) not in (None, *ENGINE_VERSIONS):
+        return "pinned-versions"
+    if any(_missing_libraries(host, file) for file in _engine_files(host)):
+        return "shared-libraries"
+    deadly = {str(finding.path[0]) for finding in launch_engine_variable(Launch((), host.environment, "environment"))}
+    if not deadly:
+        return ""
+    without = {name: value for name, value in host.environment.items() if name not in deadly}
+    again = replace(host, environment=without).run([host.python, "-c", "import mooncake.engine"])
+    return "" if again.code else "engine-variables"
 
 
 @check(ERROR)
@@ -215,5 +248,11 @@ def plugin_entry_points(host: Host) -> Iterator[Outcome]:
     else:
         what = "mooncake-v0 is not installed in this environment, so vLLM does not know --kv-transfer-config"
         yield Outcome(
-            ERROR, what, host.python, "install it beside vLLM, not only into the path", "pip install mooncake-v0"
+            ERROR, what, host.python, "install it beside vLLM, not only into the path", f"pip install {_own_source()}"
         )
+
+
+def _own_source() -> str:
+    """What pip can install this package from: the checkout that runs now, or else the wheel's file."""
+    checkout = Path(__file__).parents[2]
+    return str(checkout) if (checkout / "setup.cfg").is_file() else f"mooncake_v0-{__version__}-py3-none-any.whl"

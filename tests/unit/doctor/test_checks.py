@@ -191,7 +191,9 @@ def test_a_library_that_is_nowhere_is_named(tmp_path: Path) -> None:
 @pytest.mark.pin
 def test_an_engine_that_aborts_at_import_is_a_finding_and_not_the_end(tmp_path: Path) -> None:
     found = only(host_with({"MC_HANDSHAKE_LISTEN_BACKLOG": "many"}), "engine-import")
-    assert (found.status, found.what) == ("error", "importing the engine ends with signal SIGABRT")
+    # a note: engine-variables has the error
+    assert (found.status, found.what) == ("info", "importing the engine ends with signal SIGABRT")
+    assert found.fix == "repair what engine-variables names"
 
 
 def test_an_engine_that_segfaults_at_import_is_a_finding_and_not_the_end(tmp_path: Path) -> None:
