@@ -69,11 +69,10 @@ def body(servers: Servers, length: int, seed: int, max_tokens: int = 24) -> dict
 
 
 def metric(url: str, name: str) -> float:
-    """The sum of one of vLLM's metrics over its labels."""
+    """The sum of one of vLLM's metrics over its labels. An engine that has made no step yet shows none."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
     values = [line.rsplit(" ", 1)[1] for line in lines if line.startswith((f"{name}{{", f"{name} "))]
-    assert values, f"{url} has no metric {name}"
     return sum(float(value) for value in values)
 
 
