@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -189,6 +190,7 @@ def main(names: Sequence[str]) -> int:
     if unknown:
         print(f"error: no suite {unknown[0]!r}\n  fix: one of {', '.join(SUITES)}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that every process is ended
     failed = False
     for name in names or SUITES:
         started = time.monotonic()

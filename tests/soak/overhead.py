@@ -19,6 +19,7 @@ import json
 import math
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -192,6 +193,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--most", type=int, default=600)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that every process is ended
     model = str(make_tiny_model(cache_folder() / "tiny-qwen2"))
     with tempfile.TemporaryDirectory() as folder, start(model, Path(folder)) as engines:
         runs = measure(engines, options.rounds, options.most)
