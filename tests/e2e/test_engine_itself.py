@@ -33,4 +33,4 @@ def test_preempted_requests_of_prefill_leave_right_kv(servers: Servers) -> None:
 
 
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(servers: Servers) -> None:
-    engine_suites.check_aborts(servers)
+    engine_suites.check_aborts(servers, requests=24)
