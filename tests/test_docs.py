@@ -44,8 +44,10 @@ BASH = [
     if block.language == "bash"
     for command in commands(block)
 ]
-# sections whose commands tests/e2e/test_documented_pair.py runs against a real pair
-WITH_A_PAIR = ("Start a pair", "启动一对实例", "A running pair")
+# sections whose commands run elsewhere: tests/e2e/test_documented_pair.py, tests/deployment/test_two_documented_hosts.py,
+# tests/bench/test_transfer.py, and `python -m tests.soak.new_user` for two pairs
+WITH_A_PAIR = ("Start a pair", "启动一对实例", "A running pair", "Two pairs", "Measuring")
+WITH_A_PAIR += ("The firewalls, from both hosts", "Keys of the dead")
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ import sys
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 
 from mooncake_v0 import ENGINE_VERSIONS, VLLM_VERSION, __version__
-from mooncake_v0.cli import COMMANDS
+from mooncake_v0.cli import COMMANDS, cli, main
 from tests.reference import commands, help_text
 
 HELP = [pytest.param(path, command, id=path) for path, command in commands()]
@@ -73,6 +74,29 @@ def test_bash_takes_its_completion_script() -> None:
         ["bash", "-c", script + "\ncomplete -p mooncake-v0"], capture_output=True, text=True, timeout=30
     )
     assert "_mooncake_v0_completion" in done.stdout
+
+
+@pytest.mark.parametrize(("path", "command"), HELP)
+def test_every_option_is_completed(path: str, command: click.Command) -> None:
+    complete = ShellComplete(cli, {}, "mooncake-v0", "_MOONCAKE_V0_COMPLETE")
+    offered = {item.value for item in complete.get_completions(path.split()[1:], "--")}
+    options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    assert {name for option in options for name in option.opts if name.startswith("--")} <= offered
+    if isinstance(command, click.Group):
+        offered = {item.value for item in complete.get_completions(path.split()[1:], "")}
+        assert offered == set(command.list_commands(click.Context(command)))
+
+
+@pytest.mark.parametrize(("path", "command"), HELP)
+def test_wrong_usage_of_every_command_is_one_message_with_exit_code_2(
+    path: str, command: click.Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*path.split()[1:], "--no-such-option"])
+    shown = capsys.readouterr()
+    assert (stopped.value.code, shown.out) == (2, "")
+    assert "--no-such-option" in shown.err
+    assert f"Try '{path} --help' for help." in shown.err
 
 
 def test_an_unknown_command_is_one_message(tmp_path: object) -> None:

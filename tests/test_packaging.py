@@ -27,7 +27,7 @@ from mooncake_v0.cli import COMMANDS
 from mooncake_v0.pin.environment import CONSTRAINTS, cache_folder
 from tests.documents import ROOT, first_json
 
-PYTHONS = ("3.9", "3.11", "3.12")
+PYTHONS = ("3.9", "3.10", "3.11", "3.12")
 
 
 @pytest.fixture(scope="session")

@@ -103,6 +103,10 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f}s"
 
 
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
 def _printable(text: str) -> str:
     # a key may hold line breaks or terminal codes
     return text if text.isprintable() else repr(text)[1:-1]
@@ -198,7 +202,7 @@ def check(source: str, token_file: str | None, output: str) -> None:
             where = _printable(finding.where)
             click.echo(f"{where}: {severity}: {finding.what} [{finding.rule}]", color=_colour())
             click.echo(f"  fix: {finding.fix}")
-        click.echo(f"{len(segments)} segments, {len(findings)} findings")
+        click.echo(f"{_count(len(segments), 'segment')}, {_count(len(findings), 'finding')}")
     sys.exit(1 if any(finding.severity != INFO for finding in findings) else 0)
 
 

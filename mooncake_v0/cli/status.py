@@ -5,13 +5,13 @@ no agent longer than the timeout, and changes nothing.
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from mooncake_v0.at_once import at_once
 from mooncake_v0.errors import AgentUnavailableError, CouldNotCheckError
 
 if TYPE_CHECKING:
@@ -110,8 +110,7 @@ def ask_all(config: MooncakeConfig, ranks: int, timeout_s: float, secret: bytes 
     from mooncake_v0.config.model import ROLES
 
     asked = [(side, rank) for side in ROLES for rank in range(ranks)]
-    with ThreadPoolExecutor(len(asked)) as pool:
-        return list(pool.map(lambda one: _ask(config, one[0], one[1], timeout_s, secret), asked))
+    return at_once(lambda one: _ask(config, one[0], one[1], timeout_s, secret), asked)
 
 
 def _ask(config: MooncakeConfig, side: Role, rank: int, timeout_s: float, secret: bytes | None) -> AgentRow:

@@ -11,11 +11,11 @@ import http.client
 import json
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from mooncake_v0.at_once import at_once
 from mooncake_v0.config.addresses import IPV4
 from mooncake_v0.config.model import RankPorts
 
@@ -93,8 +93,7 @@ def _is_busy(host: str, port: int) -> bool:
 
 def reach(address: str, ports: list[int], timeout_s: float) -> dict[int, str]:
     """Port -> listening, refused or silent. All are asked at once, so the whole takes one deadline."""
-    with ThreadPoolExecutor(max_workers=max(1, min(32, len(ports)))) as pool:
-        return dict(zip(ports, pool.map(lambda port: _reach(address, port, timeout_s), ports)))
+    return dict(zip(ports, at_once(lambda port: _reach(address, port, timeout_s), ports)))
 
 
 @dataclass(frozen=True)

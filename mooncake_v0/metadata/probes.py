@@ -10,8 +10,9 @@ import os
 import select
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Iterable, Iterator, Tuple
+
+from mooncake_v0.at_once import at_once
 
 CONNECT_TIMEOUT_S = 1.0
 MAX_CONNECTS = 500
@@ -107,8 +108,7 @@ def _resolve(hosts: set[str]) -> dict[str, str | None]:
     known: dict[str, str | None] = {host: host for host in hosts if _is_literal(host)}
     names = hosts - set(known)
     if names:
-        with ThreadPoolExecutor(MAX_RESOLVERS) as threads:
-            known.update(zip(names, threads.map(_look_up, names)))
+        known.update(zip(names, at_once(_look_up, names, MAX_RESOLVERS)))
     return known
 
 

@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from mooncake_v0.bench.transfer_report import Limits, Report, Row
+from mooncake_v0.cli.bench_transfer import _text
+from tests.documents import ROOT, normalised, transcripts
+
 COMMAND = [sys.executable, "-m", "mooncake_v0", "bench", "transfer", "--model", "tiny", "--prompt-tokens"]
 
 
@@ -45,6 +49,18 @@ def test_every_rate_fits_its_time(run: dict[str, Any]) -> None:
 def test_the_limits_are_measured_in_the_same_run(run: dict[str, Any]) -> None:
     assert min(run["report"]["limits"].values()) > 0
     assert len(run["report"]["limit_rows"]) == 2
+
+
+def test_the_guide_shows_what_is_printed(run: dict[str, Any]) -> None:
+    report = run["report"]
+    rows, whole = (tuple(Row(**row) for row in report[name]) for name in ("rows", "cache_to_cache"))
+    notes = tuple(report["notes"])
+    printed = _text(Report(Limits(**report["limits"]), rows, whole, (), report["run"], notes)).splitlines()
+
+    (shown,) = (item for item in transcripts(ROOT / "docs" / "operating.md") if item.block.heading == "Measuring")
+
+    assert shown.command == "mooncake-v0 bench transfer --model tiny --prompt-tokens 100,512 --rounds 2"
+    assert list(map(normalised, printed)) == list(map(normalised, shown.output))
 
 
 def test_the_json_file_is_what_was_printed(run: dict[str, Any]) -> None:

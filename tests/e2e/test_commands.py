@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from mooncake_v0.pin.processes import find_free_range
+from tests.documents import ROOT, blocks, normalised
 from tests.e2e.asking import ask, token_prompt
 from tests.e2e.conftest import VLLM_ARGS
 from tests.servers import answers, free_ports, wait_until
@@ -36,6 +37,10 @@ def test_the_demo_shows_a_pair_that_skipped_both_prefills(tmp_path: Path) -> Non
     assert re.search(r"^completion +TTFT \d+ ms  .+$", done.stdout, re.M), done.stdout
     assert re.search(r"^moved +[\d,]{7,} bytes of KV in 2 reads, [\d.]+ GB/s$", done.stdout, re.M), done.stdout
     assert "skipped the prefill of 2 of 2 prompts" in done.stdout
+    readme = next(block for block in blocks(ROOT / "README.md") if block.text.startswith("metadata  pid"))
+    shown = [re.sub(r"(ms|TTFT \S+ ms) .*", r"\1 …", line) for line in readme.text.splitlines()]
+    printed = [re.sub(r"(ms|TTFT \S+ ms) .*", r"\1 …", line) for line in done.stdout.splitlines()]
+    assert list(map(normalised, printed)) == list(map(normalised, shown))
     pids = [int(pid) for pid in re.findall(r"pid (\d+)", done.stdout)]
     assert len(pids) == 4 and not any(map(psutil.pid_exists, pids))
 

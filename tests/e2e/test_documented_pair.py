@@ -166,6 +166,15 @@ def test_decode_skipped_the_prefill(operator: Operator) -> None:
     assert status.endswith("the pair is connected")
 
 
+def test_doctor_finds_nothing_wrong_while_the_pair_runs(operator: Operator) -> None:
+    """Ports and memory that the pair itself has are no trouble; other programs' doings on this host are not asked."""
+    printed = "\n".join(operator.ask("mooncake-v0 doctor mooncake.json"))
+    assert "prefill runs here, and its agents answer [running-instance]" in printed
+    assert "decode runs here, and its agents answer [running-instance]" in printed
+    assert "online-port-busy" not in printed
+    assert "\n0 errors, " in printed, printed
+
+
 def test_no_port_of_the_pair_is_open_to_other_hosts_but_the_engines(operator: Operator) -> None:
     """The side channel listens on the configured address alone; only the engine's data port is on all of them."""
     base = int(operator.places["192.168.0.137:13003"].split(":")[1])

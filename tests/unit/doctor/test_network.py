@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -16,6 +17,7 @@ import pytest
 
 from mooncake_v0.doctor.peer import Answering, ask
 from tests.servers import free_ports, wait_until
+from tests.two_hosts import blocked, inside, ip, two_hosts
 
 CONFIG = {
     "prefill_url": "10.213.7.1:13003",
@@ -27,35 +29,18 @@ CONFIG = {
 HANDSHAKE, DATA, SIDE_CHANNEL = 13003, 13004, 13035
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-
 class Hosts:
     """Two network namespaces, prefill at 10.213.7.1 and decode at 10.213.7.2."""
 
-    def __init__(self, tag: str, folder: Path) -> None:
-        self.names = {side: f"mc{tag}{side[0]}" for side in ("prefill", "decode")}
+    def __init__(self, names: dict[str, str], folder: Path) -> None:
+        self.names = names
         self.folder = folder
         (folder / "mooncake.json").write_text(json.dumps(CONFIG))
         self.environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 
     def command(self, side: str, *arguments: str) -> list[str]:
         words = [sys.executable, "-m", "mooncake_v0", "doctor", "mooncake.json", "--timeout", "0.7", *arguments]
-        return ["ip", "netns", "exec", self.names[side], *words]
-
-    def block(self, side: str, port: int) -> None:
-        """Drop what comes in for that port, as a firewall does."""
-        inside = ("-n", self.names[side], "rule")
-        ip(*inside, "add", "pref", "10", "iif", "wire", "ipproto", "tcp", "dport", str(port), "blackhole")
-        ip(*inside, "add", "pref", "20", "lookup", "local")
-        ip(*inside, "del", "pref", "0")
-
-    def unblock(self, side: str) -> None:
-        inside = ("-n", self.names[side], "rule")
-        ip(*inside, "add", "pref", "0", "lookup", "local")
-        ip(*inside, "del", "pref", "20")
-        ip(*inside, "del", "pref", "10")
+        return [*inside(self.names[side]), *words]
 
     def doctor(self, side: str) -> dict[str, Any]:
         """Check name -> its outcomes, of the two checks that need the other host."""
@@ -71,35 +56,31 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    if os.geteuid():
-        pytest.skip("network namespaces need root")
-    made = Hosts(f"{os.getpid() % 100000}", tmp_path_factory.mktemp("hosts"))
-    with ExitStack() as stack:
-        for name in made.names.values():
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-        other_end = ("type", "veth", "peer", "name", "wire", "netns", made.names["decode"])
-        ip("-n", made.names["prefill"], "link", "add", "wire", *other_end)
-        for number, name in enumerate(made.names.values(), 1):
-            ip("-n", name, "addr", "add", f"10.213.7.{number}/24", "dev", "wire")
-            for link in ("lo", "wire"):
-                ip("-n", name, "link", "set", link, "up")
-        yield made
+    with two_hosts({"prefill": "10.213.7.1", "decode": "10.213.7.2"}) as names:
+        yield Hosts(names, tmp_path_factory.mktemp("hosts"))
 
 
-@pytest.fixture
-def prefill_answers(hosts: Hosts) -> Iterator[None]:
+@contextmanager
+def answering_at_prefill(hosts: Hosts, **variables: str) -> Iterator[None]:
     """`doctor --peer` on the prefill host."""
     with subprocess.Popen(
         hosts.command("prefill", "--peer"),
         cwd=hosts.folder,
-        env={**hosts.environment, "PYTHONUNBUFFERED": "1"},
+        env={**hosts.environment, "PYTHONUNBUFFERED": "1", **variables},
         stdout=subprocess.PIPE,
     ) as peer:
         assert peer.stdout is not None
-        assert f"{HANDSHAKE}, {DATA}, {SIDE_CHANNEL}" in peer.stdout.readline().decode()
+        try:
+            assert f"{HANDSHAKE}, {DATA}, {SIDE_CHANNEL}" in peer.stdout.readline().decode()
+            yield
+        finally:
+            peer.terminate()
+
+
+@pytest.fixture
+def prefill_answers(hosts: Hosts) -> Iterator[None]:
+    with answering_at_prefill(hosts):
         yield
-        peer.terminate()
 
 
 def test_open_ports_are_right_in_both_directions(hosts: Hosts, prefill_answers: None) -> None:
@@ -109,25 +90,19 @@ def test_open_ports_are_right_in_both_directions(hosts: Hosts, prefill_answers: 
 
 
 def test_a_blocked_port_of_prefill_is_an_error_with_the_rules_that_open_it(hosts: Hosts, prefill_answers: None) -> None:
-    hosts.block("prefill", DATA)
-    try:
-        blocked, back = hosts.doctor("decode")["peer-firewall"]
-    finally:
-        hosts.unblock("prefill")
-    assert blocked["status"] == "error"
-    assert blocked["what"] == f"port {DATA} of 10.213.7.1 cannot be reached: a firewall is between"
-    assert blocked["command"].startswith("mooncake-v0 ports mooncake.json --tp 1 --firewall iptables")
+    with blocked(hosts.names["prefill"], DATA):
+        there, back = hosts.doctor("decode")["peer-firewall"]
+    assert there["status"] == "error"
+    assert there["what"] == f"port {DATA} of 10.213.7.1 cannot be reached: a firewall is between"
+    assert there["command"].startswith("mooncake-v0 ports mooncake.json --tp 1 --firewall iptables")
     assert back["status"] == "ok"
 
 
 def test_a_blocked_port_of_decode_is_a_note_since_nobody_connects_there(hosts: Hosts, prefill_answers: None) -> None:
-    hosts.block("decode", SIDE_CHANNEL)
-    try:
-        there, blocked = hosts.doctor("decode")["peer-firewall"]
-    finally:
-        hosts.unblock("decode")
+    with blocked(hosts.names["decode"], SIDE_CHANNEL):
+        there, back = hosts.doctor("decode")["peer-firewall"]
     assert there["status"] == "ok"
-    assert (blocked["status"], blocked["evidence"]) == ("info", "listening: 13003, 13004; silent: 13035")
+    assert (back["status"], back["evidence"]) == ("info", "listening: 13003, 13004; silent: 13035")
 
 
 def test_a_host_without_a_doctor_gets_the_command_for_one(hosts: Hosts) -> None:
@@ -145,6 +120,32 @@ def test_a_host_that_is_down_is_an_error(hosts: Hosts) -> None:
     assert found["status"] == "error"
     assert found["what"] == "10.213.7.1 does not answer at any port"
     assert found["command"] == "ping -c 3 10.213.7.1"
+
+
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+int clock_gettime(clockid_t clock, struct timespec *out) {
+    int code = ((int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime"))(clock, out);
+    if (!code && clock == CLOCK_REALTIME) out->tv_sec += 300;
+    return code;
+}
+"""
+
+
+def test_a_clock_that_runs_ahead_on_the_other_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    """The other doctor's C library tells it a time five minutes ahead."""
+    (tmp_path / "clock.c").write_text(CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "clock.so", "clock.c"], cwd=tmp_path, check=True, timeout=60)
+    with answering_at_prefill(hosts, LD_PRELOAD=str(tmp_path / "clock.so")):
+        (found,) = hosts.doctor("decode")["peer-clock"]
+    assert found["status"] == "warning"
+    # as exact as a busy machine's answer is quick
+    assert re.fullmatch(
+        r"the other host's clock is 3\d\d s ahead|the other host's clock is 29\d s ahead", found["what"]
+    )
+    assert found["command"] == "timedatectl set-ntp true"
 
 
 # --- the two ends on loopback -----------------------------------------------------------------------------------------

@@ -88,12 +88,16 @@ def test_a_proxy_before_the_metadata_server_is_one_trouble(place: Place) -> None
     with subprocess.Popen(
         [sys.executable, "-m", "mooncake_v0", "metadata", "serve", "--port", "0"], stdout=subprocess.PIPE, text=True
     ) as server:
-        assert server.stdout is not None
-        url = next(word for line in iter(server.stdout.readline, "") for word in line.split() if "/metadata" in word)
-        config = place.config(metadata_server=url)
-        assert place.troubles({}, config) == {}
-        (found,) = place.troubles({"http_proxy": "http://192.0.2.1:3128"}, config).items()
-        server.terminate()
+        try:
+            assert server.stdout is not None
+            url = next(
+                word for line in iter(server.stdout.readline, "") for word in line.split() if "/metadata" in word
+            )
+            config = place.config(metadata_server=url)
+            assert place.troubles({}, config) == {}
+            (found,) = place.troubles({"http_proxy": "http://192.0.2.1:3128"}, config).items()
+        finally:
+            server.terminate()
     assert found[0] == "proxy-variables"
     assert "export no_proxy=127.0.0.1" in found[1][1]
 
