@@ -5,8 +5,9 @@
 Four engines of the pin run one after the other in every round, in turning order, over the same fresh prompts (short and
 middle ones, 16 tokens of answer each): plain, decode and prefill with a --kv-transfer-config whose peer does not run, and
 a second plain one, which shows what this machine can tell apart at all. Of each run the processor time of the engine's
-process and its agent counts, and the time by the clock; a round gives one ratio to its two plain runs. Printed are the geometric mean of
-the ratios and its 95 % interval. Rounds go on after the first 200 until the interval is clear of 1.01, at most 600.
+process and its agent counts, and the time by the clock; a round gives one ratio to its two plain runs. Printed are the
+geometric mean of the ratios and its 95 % interval. Rounds go on after the first 200 until the interval is clear of 1.01,
+at most 600.
 Exit code 0: the overhead of both roles in processor time is below 1 % with its whole interval; 1: it is not, or that
 could not be shown. Takes about a quarter of an hour on two free cores; on a busy machine a run lasts longer than its
 processor time, and what the agent uses each second by the clock (0.2 to 0.4 % of a core) counts for too much.
