@@ -14,6 +14,7 @@ from typing import Any, Iterator
 import pytest
 import yaml
 
+from mooncake_v0.cli import main
 from mooncake_v0.config.check import check_bytes
 from mooncake_v0.config.launch import make_launch
 from mooncake_v0.config.launch_rules import LAUNCH_RULES
@@ -89,6 +90,39 @@ def test_a_command_of_the_compose_file_is_one_that_exists(name: str) -> None:
     parse([re.sub(r"\$\{MODEL.*\}", "model", word) for word in compose_commands()[name]])
 
 
+def printed_command(words: list[str], config: bytes, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `launch` would start for these words: its own checks of file and flags run, and nothing is started."""
+    (folder / "mooncake.json").write_bytes(config)
+    words = ["model" if "${MODEL" in word or "/Qwen" in word else word for word in words]
+    words = [str(folder / "mooncake.json") if word.endswith("mooncake.json") else word for word in words]
+    with pytest.raises(SystemExit) as stopped:
+        main([*words[: words.index("--")], "--print", *words[words.index("--") :]])
+    shown = capsys.readouterr()
+    assert stopped.value.code == 0, shown.err
+    return shown.out
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_launch_takes_the_command_of_the_compose_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = (CONFIGS / "compose" / "mooncake.json").read_bytes()
+    printed = printed_command(compose_commands()[name], config, tmp_path, capsys)
+    assert f'"kv_role":"{ {"prefill": "kv_producer", "decode": "kv_consumer"}[name] }"' in printed
+    services = yaml.safe_load((CONFIGS / "compose" / "compose.yaml").read_text())["services"]
+    port = re.search(r"--port (\d+)", printed)
+    assert port is not None
+    assert services[name]["healthcheck"]["test"][-1] == f"http://127.0.0.1:{port[1]}/health"
+
+
+def test_launch_takes_the_command_of_the_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unit = next(path for path in UNITS if "@" in path.name)
+    line = next(line for line in unit.read_text().splitlines() if line.startswith("ExecStart="))
+    words = list(as_systemd_expands(line.removeprefix("ExecStart=")))
+    config = (CONFIGS / "mooncake.tcp-http.json").read_bytes()
+    assert "--max-model-len 10000" in printed_command(words[1:], config, tmp_path, capsys)
+
+
 def test_the_image_installs_from_files_that_are_there() -> None:
     named = re.findall(r"configs/[\w./-]+", (CONFIGS / "compose" / "Dockerfile").read_text())
     assert [name for name in named if not (ROOT / name.rstrip(".")).exists()] == []
@@ -154,6 +188,13 @@ def test_a_command_of_a_pod_is_one_that_exists(path: Path) -> None:
     assert found
     for container in found:
         parse(container["args"])
+
+
+def test_launch_takes_the_commands_of_the_pods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for container in containers(KUBERNETES / "pair-a.yaml"):
+        printed = printed_command(container["args"], pair_config("pair-a"), tmp_path, capsys)
+        port = next(port["containerPort"] for port in container["ports"] if port["name"] == "api")
+        assert f"--port {port} " in printed
 
 
 def test_vllm_takes_the_flags_of_the_pods() -> None:
