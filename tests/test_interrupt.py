@@ -1,4 +1,4 @@
-"""Ctrl-C at a command that waits for somebody who never answers: it ends at once, with exit code 130 and no traceback."""
+"""A command that waits for somebody who never answers: it says so at a terminal, and Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -87,3 +87,35 @@ def test_ctrl_c_ends_a_command_that_waits(command: str, whom: str, silent: dict[
     assert "Traceback" not in printed + errors
     assert process.returncode == 130, errors
     assert took_s < AT_ONCE_S
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("status mooncake.json --timeout 60", b"waiting for the agents"),
+        ("validate mooncake.json --online --timeout 60", b"waiting for the metadata server"),
+        ("doctor mooncake.json --timeout 60", b"looking at the configuration"),
+    ],
+)
+def test_a_terminal_shows_what_a_command_waits_for(
+    command: str, words: bytes, silent: dict[str, Silent], tmp_path: Path
+) -> None:
+    terminal, end = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mooncake_v0", *command.split()],
+        cwd=tmp_path,
+        env={**os.environ, "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"},
+        stdout=subprocess.DEVNULL,
+        stderr=end,
+    )
+    os.close(end)
+    try:
+        shown = b""
+        while words not in shown:
+            shown += os.read(terminal, 4096)  # OSError when the command has ended without the words
+        # the cursor is hidden meanwhile; but nothing is coloured
+        assert b"\x1b[3" not in shown
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)

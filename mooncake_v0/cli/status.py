@@ -81,10 +81,12 @@ class AgentRow:
 )
 @click.option("--format", "output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def status(file: str, ranks: int, timeout_s: float, secret_file: str | None, output: str) -> int:
+    from mooncake_v0.cli.waiting import waiting_for
     from mooncake_v0.config.load import load_config
 
     config = load_config(file, tensor_parallel_size=ranks)
-    rows = ask_all(config, ranks, timeout_s, read_secret(secret_file))
+    with waiting_for("the agents"):
+        rows = ask_all(config, ranks, timeout_s, read_secret(secret_file))
     healthy = not any(row.problem for row in rows)
     if output == "json":
         click.echo(json.dumps({"healthy": healthy, "agents": [asdict(row) for row in rows]}, indent=2))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Mapping
 
+from mooncake_v0.cli.waiting import waiting_for
 from mooncake_v0.config import rdma
 from mooncake_v0.config.addresses import parse_metadata
 from mooncake_v0.config.check import Checked
@@ -34,8 +35,9 @@ def add_online_findings(session: Session, sysfs: str, timeout_s: float) -> None:
             session.more[path].append(Diagnostic("online-skipped", INFO, "$", what, fix))
         else:
             ranks = session.options.tensor_parallel_size or 1
-            facts = gather(checked.config, ranks, session.request.role, Path(sysfs), timeout_s)
-            facts = with_apis(facts, session.options.api_ports, timeout_s)
+            with waiting_for("the metadata server and the peer"):
+                facts = gather(checked.config, ranks, session.request.role, Path(sysfs), timeout_s)
+                facts = with_apis(facts, session.options.api_ports, timeout_s)
             session.more[path].extend(findings(facts, checked))
 
 
