@@ -56,7 +56,7 @@ METADATA: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "metadata-several-deployments",
-        WARNING,
+        INFO,
         "Agents with different mooncake.json files share one store, whose keys have no prefix for each deployment.\n\n"
         "It works as long as no two of them have the same address.",
     ),
