@@ -74,6 +74,7 @@ class Agent:
         self.stopping = False
         self._worker = worker
         self._pool = pool
+        pool.has_peer = False
         self._peer = Peer()
         self._buffer: LookupBuffer
         self._worker_counters: dict[str, float] = {}
@@ -228,11 +229,13 @@ class Agent:
     # --- what the conversation with the peer tells --------------------------------------------------------------------
 
     def on_peer_up(self, theirs: Hello) -> None:
+        self._pool.has_peer = True
         self._side.on_peer_up()
         if self._peer_pool is not None and isinstance(theirs, Welcome):
             self._peer_pool.connect(theirs.pool_socket, theirs.pool_nonce)
 
     def on_peer_down(self) -> None:
+        self._pool.has_peer = False
         self._side.on_peer_down()
         if self._peer_pool is not None:
             self._peer_pool.lose(time.monotonic())

@@ -45,6 +45,7 @@ from mooncake_v0.transfer.messages import (
     WorkerStatusRequest,
     encode,
 )
+from mooncake_v0.transfer.peer import NO_PEER
 from mooncake_v0.transfer.pool import Pool
 from mooncake_v0.transfer.worker_checks import decode_checked
 
@@ -119,6 +120,8 @@ class AgentClient:
 
     def reserve(self, keys: Sequence[bytes], nbytes: Sequence[int]) -> Reserved:
         """Space for entries, per key an offset or -1 with the reason."""
+        if self._has_no_peer():
+            return Reserved(0, [-1] * len(keys), [NO_PEER] * len(keys))
         answer = self._call(Reserve(self._next_call(), list(keys), list(nbytes)), Reserved, CALL_DEADLINE_S)
         self._check_inside(len(keys), [0] * len(answer.offsets), answer.offsets, nbytes)
         return answer
@@ -131,12 +134,17 @@ class AgentClient:
 
     def select(self, keys: Sequence[bytes], wait_s: float) -> Selected:
         """Pin entries; waits up to wait_s for those in flight. Every offset must be given back by `release`."""
+        if self._has_no_peer():
+            nothing = [0] * len(keys)
+            return Selected(0, [-1] * len(keys), nothing, [NO_PEER] * len(keys), nothing, nothing)
         answer = self._call(Select(self._next_call(), list(keys), wait_s), Selected, wait_s + CALL_DEADLINE_S)
         self._check_inside(len(keys), answer.pools, answer.offsets, answer.nbytes)
         return answer
 
     def poll(self, keys: Sequence[bytes], wait_s: float) -> list[bool]:
         """Which entries are settled: here, or known not to come. Waits up to wait_s for the first one."""
+        if self._has_no_peer():
+            return [True] * len(keys)
         answer = self._call(Poll(self._next_call(), list(keys), wait_s), Polled, wait_s + CALL_DEADLINE_S)
         self._check_inside(len(keys), [0] * len(answer.settled), [-1] * len(answer.settled), [])
         return answer.settled
@@ -155,6 +163,10 @@ class AgentClient:
             self._supervisor.join(_STOP_S + 1.0)
 
     # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _has_no_peer(self) -> bool:
+        """Whether the agent runs and has no peer: then the answer is known without asking."""
+        return self.running and not self.pool.has_peer
 
     def _next_call(self) -> int:
         self._calls += 1

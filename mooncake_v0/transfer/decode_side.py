@@ -37,7 +37,7 @@ from mooncake_v0.transfer.messages import (
     Used,
     Withdrawn,
 )
-from mooncake_v0.transfer.peer import Peer
+from mooncake_v0.transfer.peer import NO_PEER, Peer
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,6 @@ _REMEMBERED = 10_000
 
 LATE = "late"  # reasons in Selected
 UNKNOWN = "unknown"
-NO_PEER = "no_peer"
 FAILED = "failed"
 CORRUPT = "corrupt"
 

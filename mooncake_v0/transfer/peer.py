@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 PING_EVERY_S = 0.25
 DOWN_AFTER_S = 2.0
+NO_PEER = "no_peer"  # why nothing was stored or received
 
 _COMPARED = ("version", "role", "rank", "tp_size", "config_digest")
 _MEANING = {

@@ -4,7 +4,8 @@ The worker creates it and hands the descriptor to each agent that it starts, so 
 worker's views survive a restart of the agent. A memfd is not bounded by a container's 64 MiB /dev/shm and vanishes with
 the last process that holds it.
 
-Behind the pool's own bytes lies a page with a nonce and a table with one cell for each page of the pool: the generation
+Behind the pool's own bytes lies a page with a nonce and the word of the agent whether it has a peer (without one the worker
+need not ask it anything), and a table with one cell for each page of the pool: the generation
 of the complete entry that begins there, 0 where none does. A consumer on the same host maps the whole and copies entries
 straight out of it, without asking: it compares the cell before and after its copy, as with a seqlock.
 """
@@ -73,6 +74,14 @@ class Pool:
     @nonce.setter
     def nonce(self, value: bytes) -> None:
         self.map[self.nbytes : self.nbytes + NONCE_BYTES] = value
+
+    @property
+    def has_peer(self) -> bool:
+        return self.map[self.nbytes + NONCE_BYTES] != 0
+
+    @has_peer.setter
+    def has_peer(self, value: bool) -> None:
+        self.map[self.nbytes + NONCE_BYTES] = int(value)
 
     def generation_at(self, offset: int) -> int:
         """Generation of the complete entry that begins at this offset; 0 where none does."""

@@ -33,7 +33,7 @@ from mooncake_v0.transfer.messages import (
     Used,
     Withdrawn,
 )
-from mooncake_v0.transfer.peer import Peer
+from mooncake_v0.transfer.peer import NO_PEER, Peer
 from mooncake_v0.transfer.pool import Pool
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ RESERVATION_S = 120.0  # a forward pass that takes longer has died
 
 HELD_BY_PEER = "held"  # reasons in Reserved: nothing to gather, for good reasons
 EXISTS = "exists"
-NO_PEER = "no_peer"
 
 
 class PrefillSide:
@@ -58,6 +57,7 @@ class PrefillSide:
         self._send = send
         self._hasher = hasher
         self._peer_checks = True  # until a ReadDone says that it does not
+        self._peer_maps = False  # until it says that it used an entry in this pool
         self._hashing: dict[bytes, Entry] = {}
         self._unconfirmed: dict[bytes, ReadDone] = {}  # waiting for their checksum
         pool.clear_generations()
@@ -91,7 +91,7 @@ class PrefillSide:
 
     def on_peer_up(self) -> None:
         self._held_by_peer.clear()
-        self._peer_checks = True
+        self._peer_checks, self._peer_maps = True, False
 
     def on_peer_down(self) -> None:
         self._held_by_peer.clear()
@@ -172,9 +172,10 @@ class PrefillSide:
     def _offer(self, entry: Entry) -> None:
         if not self._peer.up:
             return
-        if entry.key not in self._reading:
-            self._buffer.pin(entry)
-        self._reading[entry.key] = (entry, time.monotonic() + READ_PIN_S)
+        if not self._peer_maps:  # a peer that maps the pool sees for itself whether an entry is still there
+            if entry.key not in self._reading:
+                self._buffer.pin(entry)
+            self._reading[entry.key] = (entry, time.monotonic() + READ_PIN_S)
         address = self._pool.address + entry.offset
         self._send(Ready(entry.key, entry.generation, address, entry.nbytes, entry.ready_nbytes))
 
@@ -203,7 +204,7 @@ class PrefillSide:
 
     def _used(self, message: Used) -> None:
         """The peer has copied an entry out of this pool: it needs no pin, and is recent."""
-        self._peer_checks = False
+        self._peer_checks, self._peer_maps = False, True
         entry = self._buffer.get(message.key)
         if entry is None or entry.generation != message.generation:
             return

@@ -159,6 +159,17 @@ DISAGREEMENTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_without_a_peer_nobody_is_asked(make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = make_agents(decode={"fingerprint": {"model": "other"}})
+    wait_until(lambda: "model differs" in getattr(agents.status("decode"), "peer", ""))
+    for client in (agents.prefill, agents.decode):
+        monkeypatch.setattr(client, "_call", None)
+
+    assert agents.store(1, MIB, fill=1) == "no_peer"
+    assert agents.fetch(1) == "no_peer"
+    assert agents.decode.poll([key(1)], 5.0) == [True]
+
+
 @pytest.mark.parametrize(("change", "sentence"), DISAGREEMENTS, ids=["model", "tp"])
 def test_disagreement_names_the_field_on_both_sides(
     make_agents: MakeAgents, change: dict[str, Any], sentence: str

@@ -126,6 +126,7 @@ def make_worker(config: MooncakeConfig, monkeypatch: pytest.MonkeyPatch) -> Iter
 def wait_for_agent(worker: Worker, restarts: int) -> None:
     wait_until(lambda: worker.running and worker.restarts == restarts, f"agent number {restarts + 1}")
     worker._calls = THE_CALL - 1
+    worker.pool.has_peer = True  # or the worker would not ask
 
 
 def test_nonsense_of_an_agent_is_no_answer_and_the_worker_gets_another_one(make_worker: Callable[..., Worker]) -> None:

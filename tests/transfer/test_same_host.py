@@ -74,6 +74,15 @@ def test_evicted_entry_is_a_miss(mapped: Agents) -> None:
     assert mapped.fetch(12) == bytes([12]) * 10 * MIB
 
 
+def test_entries_that_decode_never_asks_for_do_not_keep_their_space(mapped: Agents) -> None:
+    """As after clients that left: through the engine each offered entry is kept for half a minute."""
+    mapped.store(1, MIB, fill=1)
+    assert isinstance(mapped.fetch(1), bytes)
+    wait_until(lambda: mapped.prefill.status().counters.get("delivered", 0) == 1, "prefill hears that decode maps")
+
+    assert [mapped.store(number, 20 * MIB, fill=1) for number in range(2, 12)] == [""] * 10
+
+
 def test_reuse_of_a_region_shows_in_its_cell(mapped: Agents) -> None:
     mapped.store(1, 40 * MIB, fill=1)
     selected = mapped.decode.select([key(1)], 5.0)
