@@ -32,6 +32,7 @@ from mooncake_v0.transfer.engine import EngineSettings, MooncakeEngine
 from mooncake_v0.transfer.pool import ALIGNMENT_BYTES, Pool
 
 WAIT_S = 60.0
+RESERVE_S = 10.0
 _DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
 
 
@@ -111,10 +112,15 @@ class Worker:
     def reserve(self, key: str, blocks: int) -> None:
         """Announce an entry: from now on the consumer may wait for it."""
         self._counted.clear()
-        self._reserved = self.producer.reserve(self._plan(key, blocks))
-        if not self._reserved:
-            nbytes, reasons = self.shape.entry_bytes(blocks), ", ".join(sorted(self._counted))
-            raise TransferError(f"the producer's agent did not reserve {nbytes} bytes: {reasons}")
+        until_s = time.monotonic() + RESERVE_S
+        while not (reserved := self.producer.reserve(self._plan(key, blocks))):
+            if time.monotonic() > until_s:
+                nbytes, reasons = self.shape.entry_bytes(blocks), ", ".join(sorted(self._counted))
+                raise TransferError(f"the producer's agent did not reserve {nbytes} bytes: {reasons}")
+            time.sleep(
+                0.01
+            )  # the pool has room for one entry, and the word that the last one was used may be on its way
+        self._reserved = reserved
 
     def commit(self) -> float:
         """The reserved entry is complete; returns when that was said. Its bytes are what the pool holds."""
