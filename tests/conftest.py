@@ -28,6 +28,7 @@ def group(item: pytest.Item) -> str:
     return path.parts[0] if path.parts[0] in TOGETHER else str(path)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: group(item) not in TOGETHER)
     for item in items:
