@@ -7,4 +7,4 @@ scripts/setup.sh
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check --quiet .
 .venv/bin/python -m mypy
-exec .venv/bin/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder --reruns 1 "$@"
+exec .venv/bin/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder --reruns 1 "$@"

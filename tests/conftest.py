@@ -7,14 +7,13 @@ looks for free ports in a range of its own, since a port found free is taken onl
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mooncake_v0.pin import processes
 
 TOGETHER = ("e2e", "transfer", "migrate", "deployment")
-ROOT = Path(__file__).parent
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 
 if WORKER:
@@ -23,13 +22,24 @@ if WORKER:
     processes.FREE_PORTS = range(FIRST, FIRST + PORTS_EACH)
 
 
-def group(item: pytest.Item) -> str:
-    path = item.path.relative_to(ROOT)
-    return path.parts[0] if path.parts[0] in TOGETHER else str(path)
+def group(nodeid: str) -> str:
+    """What stays in one process: a folder that shares servers, or a file."""
+    path = nodeid.split("::")[0]
+    folder = path.split("/")[1] if "/" in path else path
+    return folder if folder in TOGETHER else path
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plugin reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: group(item) not in TOGETHER)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=lambda item: group(item.nodeid) not in TOGETHER)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The plugin's own loadgroup takes its groups from node ids, which pytest 9.2 does not let it change."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    return ByGroup(config, log)
