@@ -201,7 +201,7 @@ class AgentClient:
 
     def _check_inside(self, count: int, pools: Sequence[int], offsets: Sequence[int], nbytes: Sequence[int]) -> None:
         """Give up an agent that answers for other keys than were asked, or with bytes outside of a pool."""
-        rows = zip(pools, offsets, nbytes)
+        rows = [row for row in zip(pools, offsets, nbytes) if row[1] >= 0]
         if len(offsets) == count and all(offset + size <= self._nbytes_of(number) for number, offset, size in rows):
             return
         self._hang_up()

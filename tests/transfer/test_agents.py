@@ -111,8 +111,9 @@ def test_an_entry_that_ends_half_way_is_never_used(agents: Agents) -> None:
 
 
 def test_entry_larger_than_the_buffer_is_refused_and_the_next_one_moves(agents: Agents) -> None:
-    assert agents.store(1, POOL_BYTES + 1, fill=1) == "too_large"
+    assert agents.store(1, 2 * POOL_BYTES, fill=1) == "too_large"
     assert agents.fetch(1) == "unknown"
+    assert agents.prefill.restarts == 0
 
     assert agents.store(2, MIB, fill=2) == ""
     assert agents.fetch(2) == bytes([2]) * MIB
