@@ -313,8 +313,8 @@ class AgentClient:
 
     def _take_peer_pool(self, event: PeerPool, fd: int) -> None:
         """Map the pool, or go on with the mapping if it is the same memory; then tell the agent."""
-        known = self.peer_pool
-        if known is not None and os.path.sameopenfile(known.fd, fd):
+        pool = self.peer_pool
+        if pool is not None and os.path.sameopenfile(pool.fd, fd):
             os.close(fd)
         else:
             self._drop_peer_pool()
@@ -327,8 +327,8 @@ class AgentClient:
                 return
             pool.map_pages()
             self._page_locks.lock(pool)
-            self.peer_pool = pool
-        self.peer_pool_number = event.number
+        with self._step_lock:  # a step that copies looks its pool up by number more than once
+            self.peer_pool, self.peer_pool_number = pool, event.number
         self._tell(PeerPoolMapped(event.number))
 
     def _drop_peer_pool(self) -> None:
