@@ -80,10 +80,17 @@ class ManagedProcess:
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to the whole session: nothing of it is left."""
+        self.ask_to_end()
+        self.end()
+
+    def ask_to_end(self) -> None:
         if self.popen.poll() is None:
             self.popen.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(STOP_S)
+
+    def end(self) -> None:
+        """After `ask_to_end`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(STOP_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
@@ -176,7 +183,7 @@ class Pair:
 
     def start_proxy(self) -> ManagedProcess:
         command = [sys.executable, "-m", "mooncake_v0", "proxy", "--port", str(self.proxy_port)]
-        command += ["--prefill", self.api_url("prefill"), "--decode", self.api_url("decode")]
+        command += ["--prefill", self.api_url("prefill"), "--decode", self.api_url("decode"), "--drain-delay", "0"]
         return self._start("proxy", command, f"{self.proxy_url}/health")
 
     def wait_ready(
@@ -228,8 +235,13 @@ class Pair:
             process.stop()
 
     def stop_all(self) -> None:
-        for name in reversed(list(self.processes)):  # the metadata server last: agents remove their keys
-            self.stop(name)
+        """All at once, but the metadata server last: agents remove their keys."""
+        together = [name for name in self.processes if name != "metadata"]
+        for name in together:
+            self.processes[name].ask_to_end()
+        for name in together:
+            self.processes.pop(name).end()
+        self.stop("metadata")
 
     def _start(
         self, name: str, command: Sequence[str], ready_url: str, more: Mapping[str, str] | None = None

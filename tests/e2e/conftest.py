@@ -6,21 +6,21 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, Sequence
 
 import pytest
 
 from mooncake_v0.pin.environment import cache_folder
 from mooncake_v0.pin.processes import ManagedProcess, Pair, PairOptions, find_free_port
 from mooncake_v0.pin.tiny_model import make_tiny_model
+from tests.quick import QUICK_START, python_path
 
 VLLM_ARGS = ("--dtype", "bfloat16", "--max-model-len", "4096", "--disable-log-requests")
 # As between two hosts, where this is not set otherwise; both sides are on this one, and would map the buffer.
 TRANSPORT = os.environ.get("MOONCAKE_V0_TRANSPORT", "engine")
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "MOONCAKE_V0_TRANSPORT": TRANSPORT}
+ENVIRONMENT = {**QUICK_START, "MOONCAKE_V0_TRANSPORT": TRANSPORT}
 # a plain instance has nothing that mends guided decoding with outlines
-OUTLINES_STAND_IN = str(Path(__file__).parents[1] / "stand_ins" / "outlines")
-PLAIN_ENVIRONMENT = {"PYTHONPATH": ":".join(filter(None, (OUTLINES_STAND_IN, os.environ.get("PYTHONPATH"))))}
+PLAIN_ENVIRONMENT = {"PYTHONPATH": python_path("quick_start", "stand_ins/outlines")}
 KV_BUFFER_BYTES = 200_000_000
 
 
@@ -30,7 +30,12 @@ def tiny_model() -> str:
 
 
 def make_pair(
-    model: str, folder: Path, metadata_url: str | None = None, transport: str = TRANSPORT, **changes: object
+    model: str,
+    folder: Path,
+    metadata_url: str | None = None,
+    transport: str = TRANSPORT,
+    more_args: Sequence[str] = (),
+    **changes: object,
 ) -> Pair:
     """A pair that is not started yet."""
     options = PairOptions(
@@ -38,7 +43,7 @@ def make_pair(
         folder,
         metadata_url=metadata_url,
         kv_buffer_size=KV_BUFFER_BYTES,
-        vllm_args=VLLM_ARGS,
+        vllm_args=[*VLLM_ARGS, *more_args],
         environment={**ENVIRONMENT, "MOONCAKE_V0_TRANSPORT": transport},
         **changes,  # type: ignore[arg-type]
     )

@@ -19,9 +19,9 @@ import aiohttp
 
 from mooncake_v0.pin.processes import Pair, PairOptions, find_free_port
 from tests.e2e.asking import ask, ask_all, content, counters, hits, misses, token_prompt
+from tests.quick import IN_ONE_PROCESS, QUICK_START
 
 VLLM_ARGS = ("--dtype", "float32", "--max-model-len", "1024", "--disable-log-requests", "--return-tokens-as-token-ids")
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 100, 129, 300, 900)
 BUFFER_BYTES = 8e6
 FEW_BLOCKS = ("--num-gpu-blocks-override", "100")  # 1,600 tokens
@@ -43,11 +43,11 @@ def serve(
     model: str, folder: Path, *, pair_args: Sequence[str] = (), plain_args: Sequence[str] = ()
 ) -> Iterator[Servers]:
     """All processes of both, started at once, ended in every case."""
-    options = PairOptions(model, folder, kv_buffer_size=BUFFER_BYTES, vllm_args=VLLM_ARGS, environment=ENVIRONMENT)
+    options = PairOptions(model, folder, kv_buffer_size=BUFFER_BYTES, vllm_args=VLLM_ARGS, environment=QUICK_START)
     pair = Pair(options)
     try:
         port = find_free_port()
-        plain = pair.start_plain(port, plain_args)
+        plain = pair.start_plain(port, [*IN_ONE_PROCESS, *plain_args])
         pair.options.vllm_args = [*VLLM_ARGS, *pair_args]
         pair.start_all()
         pair.wait_ready(plain)

@@ -12,6 +12,7 @@ from mooncake_v0.pin.processes import Pair
 from tests.e2e.agents import find_agent, first_difference, overwrite_byte, read_pool, wait_until
 from tests.e2e.asking import ask, ask_all, content, counters, hits, misses, stream_all, token_prompt
 from tests.e2e.conftest import make_pair
+from tests.quick import IN_ONE_PROCESS
 
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 64, 100, 127, 128, 129, 200, 255, 256, 300, 400, 512, 513, 640, 777)
 LONG = (800, 900, 1000, 1024, 1100, 1280, 1500, 1777, 1999, 2000)
@@ -62,7 +63,7 @@ def test_forty_prompts_over_http_metadata_and_equal_urls(plain_url: str, pair: P
 def test_forty_prompts_over_etcd_and_ports_100_apart_with_the_buffer_mapped(
     plain_url: str, tiny_model: str, etcd_url: str, tmp_path: Path
 ) -> None:
-    pair = make_pair(tiny_model, tmp_path, etcd_url, transport="auto")
+    pair = make_pair(tiny_model, tmp_path, etcd_url, "auto", IN_ONE_PROCESS)
     pair.write_config(decode_url=f"127.0.0.1:{pair.engine_port + 100}", metadata_backend="etcd")
     try:
         pair.start_all()

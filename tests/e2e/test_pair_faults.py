@@ -16,6 +16,7 @@ from mooncake_v0.pin.tiny_model import make_tiny_model
 from tests.e2e.agents import find_agent, wait_until
 from tests.e2e.asking import ask, counters, hits, texts, token_prompt
 from tests.e2e.conftest import make_pair
+from tests.quick import IN_ONE_PROCESS
 
 RESUME_S = 60.0
 
@@ -152,7 +153,7 @@ def test_a_prompt_larger_than_the_buffer_is_answered_and_the_next_small_one_is_a
     plain_url: str, tiny_model: str, tmp_path: Path
 ) -> None:
     """2,000 tokens are 4 MB of KV; the buffer has 2 MB."""
-    pair = make_pair(tiny_model, tmp_path)
+    pair = make_pair(tiny_model, tmp_path, more_args=IN_ONE_PROCESS)
     pair.options.kv_buffer_size = 2e6
     large = {"model": tiny_model, "prompt": token_prompt(2000, 80), "max_tokens": 6, "temperature": 0}
     small = {"model": tiny_model, "prompt": token_prompt(100, 81), "max_tokens": 6, "temperature": 0}

@@ -55,7 +55,7 @@ def generate(model: str, folder: Path, transfer: dict[str, Any], **environment: 
 def without_package(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """vLLM with both of our ways in switched off, which is vLLM without the package."""
     return generate(
-        tiny_model, tmp_path_factory.mktemp("stock"), {}, TORCH_DEVICE_BACKEND_AUTOLOAD="0", VLLM_PLUGINS="none"
+        tiny_model, tmp_path_factory.mktemp("stock"), {}, TORCH_DEVICE_BACKEND_AUTOLOAD="0", VLLM_PLUGINS="quick_start"
     )
 
 

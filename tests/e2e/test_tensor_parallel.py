@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Iterator
 
 import psutil
@@ -11,14 +10,13 @@ import pytest
 from mooncake_v0.pin.processes import Pair, find_free_port
 from tests.e2e.asking import ask, content, hits, misses, token_prompt
 from tests.e2e.conftest import make_pair
+from tests.quick import IN_ONE_PROCESS, QUICK_START, python_path
 
-STAND_INS = str(Path(__file__).parents[1] / "stand_ins")
 TP_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",
+    **QUICK_START,
     "VLLM_CPU_OMP_THREADS_BIND": "all",
     "VLLM_NCCL_SO_PATH": "/nonexistent",
-    "PYTHONPATH": STAND_INS,
+    "PYTHONPATH": python_path("quick_start", "stand_ins"),
 }
 
 
@@ -28,7 +26,7 @@ def tp_plain_and_pair(tiny_model: str, tmp_path_factory: pytest.TempPathFactory)
     pair.options.environment = TP_ENVIRONMENT
     try:
         port = find_free_port()
-        plain = pair.start_plain(port)
+        plain = pair.start_plain(port, IN_ONE_PROCESS)
         pair.start_all()
         pair.wait_ready(plain)
         pair.wait_connected()

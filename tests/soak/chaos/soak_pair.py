@@ -59,7 +59,7 @@ class SoakPair(Pair):
     def start_proxy(self) -> ManagedProcess:
         command = [sys.executable, "-m", "mooncake_v0", "proxy", "--port", str(self.proxy_port)]
         command += ["--access-log", str(self.options.folder / "access.jsonl")]
-        command += ["--prefill", self.api_url("prefill"), "--decode", self.api_url("decode")]
+        command += ["--prefill", self.api_url("prefill"), "--decode", self.api_url("decode"), "--drain-delay", "0"]
         return self._start("proxy", command, f"{self.proxy_url}/health")
 
     def start_servers(self) -> None:
