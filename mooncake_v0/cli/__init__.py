@@ -7,9 +7,7 @@ quart, zmq or torch. Exit codes: 0 good, 1 findings or failure, 2 could not chec
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
-import platform
 import sys
 from typing import Any
 
@@ -67,6 +65,9 @@ class LazyGroup(click.Group):
 def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if not value or ctx.resilient_parsing:
         return
+    import importlib.metadata
+    import platform
+
     click.echo(f"mooncake-v0 {__version__}")
     for package, pins in (("vllm", (VLLM_VERSION,)), ("mooncake-transfer-engine", ENGINE_VERSIONS)):
         try:

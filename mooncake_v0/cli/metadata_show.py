@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Iterator
 
 import click
 
@@ -14,6 +16,7 @@ from mooncake_v0.errors import INFO, StoreUnavailableError
 
 if TYPE_CHECKING:
     from mooncake_v0.metadata.liveness import Liveness
+    from mooncake_v0.metadata.registry import InstanceRecord
     from mooncake_v0.metadata.segments import Segment
 
 COLUMNS = ("NAME", "ROLE", "RANK", "PROTOCOL", "ADDRESS", "AGE", "STATE", "WHY")
@@ -36,19 +39,33 @@ def ls(source: str, no_probe: bool, token_file: str | None, output: str) -> None
       mooncake-v0 metadata ls mooncake.json
       mooncake-v0 metadata ls redis://10.0.0.9:6379/1 --format json
     """
+    from mooncake_v0.metadata.fast_json import dumps_indented
     from mooncake_v0.metadata.liveness import UNSURE, Liveness, judge_segments
     from mooncake_v0.metadata.prune import read_segments
 
-    with opened(source, token_file) as store:
-        segments = read_segments(store)
-    unasked = {s.name: Liveness(UNSURE, "not probed") for s in segments}
-    verdicts = unasked if no_probe else judge_segments(segments)
-    if output == "json":
-        click.echo(json.dumps({"segments": [_row(s, verdicts[s.name]) for s in segments]}, indent=2))
-    elif not segments:
-        click.echo("no segments")
-    else:
-        _print_table(segments, verdicts)
+    with _uncollected():
+        with opened(source, token_file) as store:
+            segments = read_segments(store)
+        unasked = Liveness(UNSURE, "not probed")
+        verdicts = {s.name: unasked for s in segments} if no_probe else judge_segments(segments)
+        if output == "json":
+            click.echo(dumps_indented({"segments": [_row(s, verdicts[s.name]) for s in segments]}))
+        elif not segments:
+            click.echo("no segments")
+        else:
+            click.echo(_table(segments, verdicts))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's cycle collector: of thousands of segments it finds nothing, in a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _row(segment: Segment, liveness: Liveness) -> dict[str, Any]:
@@ -66,34 +83,46 @@ def _row(segment: Segment, liveness: Liveness) -> dict[str, Any]:
         "api_url": record and record.api_url,
         "buffers": len(segment.buffers),
         "published_at": segment.published_at,
-        "age_s": None if record is None else round(max(0.0, time.time() - record.refreshed_at), 1),
+        "age_s": None if record is None else _age_s(record),
         "state": liveness.status,
         "why": liveness.reason,
         "keys": [entry.key for entry in segment.entries],
     }
 
 
-def _print_table(segments: list[Segment], verdicts: dict[str, Liveness]) -> None:
-    rows: list[tuple[str, ...]] = [COLUMNS]
-    for segment in segments:
-        fields = _row(segment, verdicts[segment.name])
-        fields["age"] = None if fields["age_s"] is None else _age(fields["age_s"])
-        texts = [fields[name] for name in ("role", "rank", "protocol", "address", "age", "state", "why")]
-        rows.append((_printable(segment.name), *("-" if text is None else _printable(str(text)) for text in texts)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) - 1)]
+def _table(segments: list[Segment], verdicts: dict[str, Liveness]) -> str:
+    rows = [COLUMNS, *(_cells(segment, verdicts[segment.name]) for segment in segments)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     colours = {"alive": "green", "stale": "red", "unsure": "yellow"}
-    lines = []
-    for row in rows:
-        cells = [text.ljust(width) for text, width in zip(row, widths)]
-        cells[6] = click.style(cells[6], fg=colours.get(row[6]))
-        lines.append("  ".join([*cells, row[7]]))
-    click.echo("\n".join(lines), color=_colour())
+    states = {text: click.style(text.ljust(widths[6]), fg=colours.get(text)) for text in {row[6] for row in rows}}
+    line = "  ".join(f"{{:<{width}}}" for width in widths[:6]).format
+    return "\n".join(f"{line(*row[:6])}  {states[row[6]]}  {row[7]}" for row in rows)
+
+
+def _cells(segment: Segment, liveness: Liveness) -> tuple[str, ...]:
+    """The texts of one line, as COLUMNS names them."""
+    record, host = segment.record, segment.host
+    values = (
+        segment.name,
+        record and record.role,
+        record and record.rank,
+        segment.protocol,
+        f"{host}:{segment.handshake_port}" if host else None,
+        None if record is None else _age(_age_s(record)),
+        liveness.status,
+        liveness.reason,
+    )
+    return tuple("-" if value is None else _printable(str(value)) for value in values)
 
 
 def _colour() -> bool | None:
     import os
 
     return False if os.environ.get("NO_COLOR") else None
+
+
+def _age_s(record: InstanceRecord) -> float:
+    return round(max(0.0, time.time() - record.refreshed_at), 1)
 
 
 def _age(seconds: float) -> str:

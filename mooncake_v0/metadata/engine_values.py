@@ -7,8 +7,11 @@ such a value to an engine, and `metadata check` names it. Fields that are absent
 
 from __future__ import annotations
 
-import json
-from typing import Any, Mapping
+from typing import Any, Mapping, Optional
+
+import msgspec
+
+from mooncake_v0.metadata.fast_json import loads
 
 RAM_PREFIX = "mooncake/ram/"
 RPC_PREFIX = "mooncake/rpc_meta/"
@@ -20,6 +23,22 @@ DEVICE_FIELDS: dict[str, type] = {"name": str, "lid": int, "gid": str}
 RPC_FIELDS: dict[str, type] = {"ip_or_host_name": str, "rpc_port": int}
 
 
+def _shape(name: str, fields: Mapping[str, Any]) -> type[msgspec.Struct]:
+    return msgspec.defstruct(name, [(field, Optional[wanted], None) for field, wanted in fields.items()], gc=False)
+
+
+_RAM_SHAPE = {
+    **RAM_FIELDS,
+    "buffers": list[_shape("Buffer", BUFFER_FIELDS)],  # type: ignore[misc]
+    "devices": list[_shape("Device", DEVICE_FIELDS)],  # type: ignore[misc]
+}
+# a value that one of these takes is sound; of any other the functions below say what is wrong
+_SOUND = {
+    RAM_PREFIX: msgspec.json.Decoder(_shape("Ram", _RAM_SHAPE)),
+    RPC_PREFIX: msgspec.json.Decoder(_shape("RpcMeta", RPC_FIELDS)),
+}
+
+
 def fault_in(key: str, value: bytes) -> str | None:
     """What is wrong with the value of an engine key, in words; None when nothing is, or the key is not the engine's."""
     return read_value(key, value)[1] if key.startswith((RAM_PREFIX, RPC_PREFIX)) else None
@@ -28,16 +47,25 @@ def fault_in(key: str, value: bytes) -> str | None:
 def read_value(key: str, value: bytes) -> tuple[dict[str, Any] | None, str | None]:
     """A value as the JSON object that it should be, or None, and what is wrong with it as in `fault_in`."""
     try:
-        found = json.loads(value)
+        found = loads(value)
     except ValueError:
         return None, "it is not JSON"
     except RecursionError:
         return None, "it is nested too deeply"
     if not isinstance(found, dict):
         return None, "it is not a JSON object"
-    if key.startswith(RPC_PREFIX):
-        return found, _wrong_field(found, RPC_FIELDS)
-    return found, _wrong_segment(found) if key.startswith(RAM_PREFIX) else None
+    prefix = next((prefix for prefix in _SOUND if key.startswith(prefix)), None)
+    if prefix is None or _is_sound(prefix, value):
+        return found, None
+    return found, _wrong_field(found, RPC_FIELDS) if prefix == RPC_PREFIX else _wrong_segment(found)
+
+
+def _is_sound(prefix: str, value: bytes) -> bool:
+    try:
+        _SOUND[prefix].decode(value)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 def _wrong_segment(found: Mapping[str, Any]) -> str | None:

@@ -23,6 +23,8 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl, unquote_plus
 
+import msgspec
+
 from mooncake_v0.errors import MetadataError, StoreUnavailableError, UnsupportedError
 from mooncake_v0.metadata.engine_values import fault_in
 from mooncake_v0.metadata.gateway_auth import Access
@@ -139,7 +141,7 @@ class GatewayRequests:
         if path == "/metadata/watch":
             return Reply(200, b"", watch_prefix=prefix)
         entries = await self._runner.run(lambda: self._runner.store.list(prefix))
-        return Reply(200, json.dumps({"entries": [entry_row(entry) for entry in entries]}).encode())
+        return Reply(200, msgspec.json.encode({"entries": [entry_row(entry) for entry in entries]}))
 
     async def _health(self) -> Reply:
         """A round trip of a key of this gateway's own, so that a store which answers 200 to anything is found out."""

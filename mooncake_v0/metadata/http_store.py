@@ -16,8 +16,10 @@ import json
 import socket
 import ssl
 import threading
-from typing import Mapping
+from typing import Mapping, Optional
 from urllib.parse import quote
+
+import msgspec
 
 from mooncake_v0.errors import MetadataError, StoreUnavailableError, UnsupportedError
 from mooncake_v0.metadata.queue_watch import Offer, QueueWatch
@@ -26,6 +28,27 @@ from mooncake_v0.metadata.store_url import StoreURL
 
 MAX_ERROR_CHARS = 500
 WATCH_SILENCE_S = 45.0  # the gateway sends an empty line every 15 s
+
+
+class _Row(msgspec.Struct, gc=False):
+    """An entry in the answer of /list, as `entry_row` wrote it."""
+
+    key: str
+    value: Optional[str] = None
+    value_base64: Optional[str] = None
+
+
+class _Listed(msgspec.Struct):
+    entries: list[_Row]
+
+
+_LISTED = msgspec.json.Decoder(_Listed)
+
+
+def _entry(row: _Row) -> Entry:
+    if row.value is not None:
+        return Entry(row.key, row.value.encode())
+    return Entry(row.key, base64.b64decode(row.value_base64 or "", validate=True))
 
 
 def value_tag(value: bytes) -> str:
@@ -76,7 +99,12 @@ class HttpStore:
         if status in (404, 405):
             raise self._no_extension("list its keys")
         self._require_ok(status, body)
-        return [Entry(str(row["key"]), row_value(row) or b"") for row in json.loads(body)["entries"]]
+        try:
+            return [_entry(row) for row in _LISTED.decode(body).entries]
+        except (msgspec.DecodeError, ValueError) as error:
+            raise MetadataError(
+                f"{self.url} answered something else than a list of keys: {error}", fix="check the URL"
+            ) from error
 
     def watch(self, prefix: str) -> Watch:
         connection = self._connect(WATCH_SILENCE_S)

@@ -77,20 +77,24 @@ class Judge:
 
 
 def judge_segments(segments: Sequence[Segment], judge: Judge | None = None) -> dict[str, Liveness]:
-    """Probe all segments at once; the verdicts by name. For each 500 hosts that do not answer it takes a second."""
+    """Probe all segments at once; the verdicts by name. For each 4000 ports that do not answer it takes a second."""
     weigh, now, hostname = judge or Judge(), time.time(), socket.gethostname()
-    addresses = {s.name: (s.host, s.probe_port) for s in segments}
-    found = probe_all((host, port) for host, port in addresses.values() if host and port and port <= 65535)
-    verdicts = {}
-    for segment in segments:
-        host, port = addresses[segment.name]
-        probe = found.get((host or "", port or 0), "its address is not known")
-        verdicts[segment.name] = weigh.liveness(segment, probe, now=now, hostname=hostname)
-    return verdicts
+    addresses = [(s.host or "", s.probe_port or 0) for s in segments]
+    found = probe_all(address for address in addresses if address[0] and 1 <= address[1] <= 65535)
+    return {
+        segment.name: weigh.liveness(
+            segment, found.get(address, "its address is not known"), now=now, hostname=hostname
+        )
+        for segment, address in zip(segments, addresses)
+    }
 
 
 def is_loopback(host: str) -> bool:
     """Whether an address or name means the own host everywhere."""
+    try:
+        return socket.inet_pton(socket.AF_INET, host)[0] == 127  # most addresses; ipaddress takes ten times as long
+    except (OSError, ValueError):  # ValueError: a zero byte
+        pass
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

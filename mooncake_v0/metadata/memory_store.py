@@ -47,7 +47,8 @@ class MemoryStore:
     def list(self, prefix: str) -> list[Entry]:
         with self._lock:
             self._expire()
-            return [Entry(key, self._values[key][0]) for key in sorted(self._values) if key.startswith(prefix)]
+            keys = sorted([key for key in self._values if key.startswith(prefix)])
+            return [Entry(key, self._values[key][0]) for key in keys]
 
     def watch(self, prefix: str) -> Watch:
         watch = _MemoryWatch(self, prefix)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import select
 import socket
 import time
+from contextlib import contextmanager
 from typing import Iterable, Iterator, Tuple
 
 from mooncake_v0.at_once import at_once
 
 CONNECT_TIMEOUT_S = 1.0
-MAX_CONNECTS = 500
+FEW_CONNECTS = 500  # within the 1024 files that a process may have open everywhere
+MAX_CONNECTS = 4000
 MAX_RESOLVERS = 32
 
 ANSWERS = "answers"
@@ -36,15 +39,36 @@ def probe_all(addresses: Iterable[Address]) -> dict[Address, str]:
             found[address] = f"the host name {address[0]!r} cannot be resolved"
         else:
             targets.append((address, ip))
-    _Connects(found).run(iter(targets))
+    with _files_for(len(targets)) as most:
+        _Connects(found, most).run(iter(targets))
     return found
+
+
+@contextmanager
+def _files_for(count: int) -> Iterator[int]:
+    """How many connects may be under way at once; for more than a few, more files may be open meanwhile."""
+    if count <= FEW_CONNECTS:
+        yield FEW_CONNECTS
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(count, MAX_CONNECTS) + FEW_CONNECTS  # besides what is open already
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    is_raised = soft != resource.RLIM_INFINITY and soft < limit
+    if is_raised:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield max(FEW_CONNECTS, limit - FEW_CONNECTS)
+    finally:
+        if is_raised:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class _Connects:
     """Connects under way, oldest first: (socket, address, deadline) by file descriptor."""
 
-    def __init__(self, found: dict[Address, str]) -> None:
+    def __init__(self, found: dict[Address, str], most: int) -> None:
         self._found = found
+        self._most = most
         self._open: dict[int, tuple[socket.socket, Address, float]] = {}
 
     def run(self, targets: Iterator[tuple[Address, str]]) -> None:
@@ -56,8 +80,8 @@ class _Connects:
                 self._expire()
 
     def _start(self, targets: Iterator[tuple[Address, str]], epoll: select.epoll) -> bool:
-        """Fill up to MAX_CONNECTS; False when none is under way any more."""
-        while len(self._open) < MAX_CONNECTS:
+        """Fill up to `most`; False when none is under way any more."""
+        while len(self._open) < self._most:
             target = next(targets, None)
             if target is None:
                 break
@@ -66,6 +90,9 @@ class _Connects:
             try:
                 probe = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
                 code = probe.connect_ex((ip, address[1]))
+                if code == errno.EINPROGRESS:
+                    # this host, and hosts nearby, refuse within the call: it can be asked for before epoll is told
+                    code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or code
             except OSError as error:
                 self._found[address] = _meaning(error.errno or 0, address)
                 continue

@@ -11,13 +11,17 @@ why the record exists.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
+import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Optional
+
+import msgspec
 
 from mooncake_v0.errors import MetadataError
+from mooncake_v0.metadata.fast_json import loads
 from mooncake_v0.metadata.store import MetadataStore
 
 INSTANCE_PREFIX = "mooncake-v0/instances/"
@@ -58,7 +62,7 @@ class InstanceRecord:
     started_at: float
     refreshed_at: float
     deployment: str = ""
-    api_url: str | None = None
+    api_url: Optional[str] = None  # msgspec reads this class, also on Python 3.9
     version: int = RECORD_VERSION
 
     @property
@@ -71,6 +75,10 @@ class InstanceRecord:
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()
+
+
+RECORD_FIELDS = frozenset(field.name for field in fields(InstanceRecord))
+_decode_record = msgspec.json.Decoder(InstanceRecord).decode
 
 
 def register(store: MetadataStore, record: InstanceRecord, ttl_s: float = RECORD_TTL_S) -> InstanceRecord:
@@ -113,15 +121,21 @@ def list_instances(store: MetadataStore) -> list[InstanceRecord]:
 
 def parse_record(value: bytes) -> InstanceRecord | None:
     """A record from its JSON; None for anything else. Fields of a later version are ignored."""
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):
+        return _decode_record(value)
+    return _parse_slowly(value)
+
+
+def _parse_slowly(value: bytes) -> InstanceRecord | None:
+    """For what msgspec is stricter about than these records need."""
     try:
-        row = json.loads(value)
+        row = loads(value)
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict):
         return None
-    known = {f.name for f in fields(InstanceRecord)}
     try:
-        record = InstanceRecord(**{name: field for name, field in row.items() if name in known})
+        record = InstanceRecord(**{name: field for name, field in row.items() if name in RECORD_FIELDS})
     except TypeError:
         return None
     return record if _is_sound(record) else None
@@ -142,7 +156,7 @@ def _is_sound(record: InstanceRecord) -> bool:
     return (
         all(isinstance(text, str) for text in texts)
         and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
-        and all(isinstance(at, (int, float)) and math.isfinite(at) for at in times)
+        and all(isinstance(at, (int, float)) and abs(at) <= sys.float_info.max for at in times)
         and (record.api_url is None or isinstance(record.api_url, str))
     )
 

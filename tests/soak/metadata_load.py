@@ -3,10 +3,9 @@
     python -m tests.soak.metadata_load [--rounds 5]
 
 Both servers run on core 0 over memory, the same client on core 1; rounds alternate. Prints, for PUT and GET, requests
-per second of the server's processor time, p99, and the ratio of requests per second by the clock; then the time to list
-10,000 segments, to tell 1,000 watchers of a change, and to answer among 10,000 connections. Exit code 1 when a ratio to
-the wheel's server is on the wrong side of 1, or one of the lists
-takes a second.
+per second of the server's processor time, p99, and the ratio of requests per second by the clock; then how long
+`metadata ls` of 10,000 segments takes, to tell 1,000 watchers of a change, and to answer among 10,000 connections. Exit
+code 1 when a ratio to the wheel's server is on the wrong side of 1, or one of the lists takes a second.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ import argparse
 import asyncio
 import json
 import os
+import re
+import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -25,12 +27,15 @@ from pathlib import Path
 from typing import Sequence
 
 from mooncake_v0.metadata.gateway_server import raise_file_limit
+from mooncake_v0.metadata.registry import InstanceRecord, register
 from mooncake_v0.metadata.store import open_store
 from tests.servers import Server, free_ports, start_wheel_server
 
 CONNECTIONS = (1, 32, 256)
 REQUESTS = 8000
 SEGMENTS = 10_000
+LIST_LIMIT_S = 1.0
+LIST_RUNS = 5
 WATCHERS = 1000
 CONNECTIONS_AT_ONCE = 10_000
 GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -119,27 +124,79 @@ def compare(ours: Server, wheel: Server, rounds: int) -> bool:
 
 
 def list_many(ours: Server) -> bool:
-    """`metadata ls` of SEGMENTS segments, without and with the knock on each port; whether each takes under 1 s at best."""
+    """`metadata ls` of SEGMENTS segments, as the stock engine publishes them, then with our agents' records besides.
+
+    Whether each way to call it takes under LIST_LIMIT_S, the best of LIST_RUNS: of processor time in the command and
+    the server, printed in brackets, and by the clock unless others keep all cores busy.
+    """
     store = open_store(ours.url)
-    for i in range(SEGMENTS):
-        name = f"127.{i >> 14 & 127}.{i >> 7 & 127}.{1 + (i & 127)}:13003"
-        meta = json.dumps({"ip_or_host_name": name.split(":")[0], "rpc_port": 13003}).encode()
-        store.put(f"mooncake/ram/{name}", VALUE)
-        store.put(f"mooncake/rpc_meta/{name}", meta)
-    started = time.perf_counter()
-    count = len(store.list("mooncake/ram/127."))
-    list_s = time.perf_counter() - started
+    for entry in store.list(""):
+        store.delete(entry.key)
+    names = [f"127.{i >> 14 & 127}.{i >> 7 & 127}.{1 + (i & 127)}" for i in range(SEGMENTS)]
+    for host in names:
+        store.put(f"mooncake/ram/{host}:13003", VALUE)
+        meta = {"ip_or_host_name": host, "rpc_port": 13003}
+        store.put(f"mooncake/rpc_meta/{host}:13003", json.dumps(meta).encode())
+    is_good = _list(ours, "of the engine's two keys")
+    for number, host in enumerate(names):
+        register(store, _record(number, host))
     store.close()
+    return _list(ours, "with our agents' records") and is_good
+
+
+def _record(number: int, host: str) -> InstanceRecord:
+    """Of an agent on this host, so that what is found at its port decides about it."""
+    return InstanceRecord(
+        segment=f"{host}:13003",
+        role=("prefill", "decode")[number % 2],
+        rank=number % 16,
+        host=host,
+        handshake_port=13003,
+        data_port=13004,
+        side_channel_port=13035,
+        protocol="tcp",
+        pid=1000 + number,
+        hostname=socket.gethostname(),
+        epoch=f"{number:016x}",
+        started_at=1.7e9,
+        refreshed_at=1.7e9,
+        deployment=f"{number // 2:016x}",
+        api_url=f"http://{host}:8100",
+    )
+
+
+def _list(ours: Server, kind: str) -> bool:
+    ways = {"--no-probe": "without probes", "": "with probes", "--format json": "with probes as JSON"}
     command = [sys.executable, "-m", "mooncake_v0", "metadata", "ls", ours.url]
-    took_s = [min(_seconds(command + extra) for _ in range(3)) for extra in (["--no-probe"], [])]
-    print(f"{count} segments listed in {list_s:.2f} s; `metadata ls` {took_s[0]:.2f} s, with probes {took_s[1]:.2f} s")
-    return count == SEGMENTS and max(list_s, *took_s) < 1
+    is_good, told = True, []
+    for flags, way in ways.items():
+        runs = [_timed(command + flags.split(), ours) for _ in range(LIST_RUNS)]
+        took_s, core_s = min(run[0] for run in runs), min(run[1] for run in runs)
+        is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
+        told.append(f"{way} {took_s:.2f} s ({core_s:.2f}{', busy' if is_busy else ''})")
+        is_whole = all(_names_listed(printed) == SEGMENTS for _, _, printed in runs)
+        is_good = is_good and is_whole and core_s < LIST_LIMIT_S and (took_s < LIST_LIMIT_S or is_busy)
+    print(f"`metadata ls` of {SEGMENTS} segments, {kind}: {'; '.join(told)}")
+    return is_good
 
 
-def _seconds(command: list[str]) -> float:
-    started = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
-    return time.perf_counter() - started
+def _timed(command: list[str], server: Server) -> tuple[float, float, str]:
+    """Seconds by the clock, those of the processor in the command and the server, and what was printed."""
+    started, cpu_before_s = time.perf_counter(), cpu_s(server) + _children_cpu_s()
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120)
+    took_s = time.perf_counter() - started
+    return took_s, cpu_s(server) + _children_cpu_s() - cpu_before_s, done.stdout
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _names_listed(printed: str) -> int:
+    """How many segments a table, or JSON, names."""
+    is_json = printed.startswith("{")
+    return len(json.loads(printed)["segments"]) if is_json else len(set(re.findall(r"(?m)^127\.\S+:13003 ", printed)))
 
 
 async def connect_many(ours: Server) -> bool:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from mooncake_v0.metadata.liveness import ALIVE, STALE, UNSURE, Judge, judge_segments
+from mooncake_v0.metadata.liveness import ALIVE, STALE, UNSURE, Judge, is_loopback, judge_segments
 from mooncake_v0.metadata.probes import ANSWERS, REFUSED
 from tests.servers import free_ports
 from tests.unit.metadata.builders import entry_of, ram, record, rpc_meta, segment
@@ -77,3 +77,24 @@ def test_real_ports_are_asked() -> None:
         found = judge_segments(segments, Judge(is_local=True))
 
     assert {name: liveness.status for name, liveness in found.items()} == names
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.255.0.9", True),
+        ("128.0.0.1", False),
+        ("10.0.0.7", False),
+        ("::1", True),
+        ("::2", False),
+        ("localhost", True),
+        ("a.localhost", True),
+        ("127.1", False),  # only some resolvers read it so
+        ("127.0.0.1.example", False),
+        ("zero\0byte", False),
+        ("", False),
+    ],
+)
+def test_what_means_the_own_host(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected

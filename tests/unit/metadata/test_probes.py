@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 import socket
 from pathlib import Path
 from typing import Iterator
@@ -21,7 +22,7 @@ def listening() -> Iterator[int]:
 def full() -> Iterator[int]:
     """The port of a listener whose line is full: a further connect gets no answer, as from a host that is gone."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind(("", 0))  # every 127.x.y.z
         listener.listen(0)
         port = listener.getsockname()[1]
         waiting = [socket.socket() for _ in range(3)]
@@ -58,12 +59,26 @@ def test_more_addresses_than_may_be_asked_at_once_are_all_asked(
     monkeypatch: pytest.MonkeyPatch, listening: int
 ) -> None:
     monkeypatch.setattr(probes, "MAX_CONNECTS", 3)
+    monkeypatch.setattr(probes, "FEW_CONNECTS", 3)
     (closed,) = free_ports(1)
     wanted = {(f"127.0.1.{i}", closed): REFUSED for i in range(1, 200)} | {("127.0.0.1", listening): ANSWERS}
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
 
     assert probe_all(wanted) == wanted
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+def test_thousands_that_do_not_answer_wait_together_whatever_the_limit_of_files(full: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = {(f"127.0.{i >> 7}.{1 + (i & 127)}", full): "does not answer" for i in range(3000)}
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        found = probe_all(wanted)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert found == {(host, port): f"{host}:{port} does not answer" for host, port in wanted}
 
 
 def test_no_addresses_are_no_work() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_v0.errors import MetadataError
+from mooncake_v0.metadata import registry
 from mooncake_v0.metadata.memory_store import MemoryStore
 from mooncake_v0.metadata.registry import find, list_instances, parse_record, refresh, register, unregister
 from tests.servers import wait_until
@@ -61,12 +62,39 @@ def test_fields_of_a_later_version_are_ignored() -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [{"rank": "0"}, {"pid": True}, {"refreshed_at": "x"}, {"refreshed_at": None}, {"host": 1}, {"deployment": 1}],
+    [
+        {"rank": "0"},
+        {"pid": True},
+        {"rank": 1.0},
+        {"refreshed_at": "x"},
+        {"refreshed_at": None},
+        {"refreshed_at": float("nan")},
+        {"started_at": float("inf")},
+        {"started_at": 10**400},
+        {"host": 1},
+        {"deployment": 1},
+        {"api_url": 1},
+    ],
 )
 def test_a_record_with_a_wrong_type_is_no_record(broken: dict[str, object]) -> None:
     value = json.loads(record(NAME).to_json())
 
     assert parse_record(json.dumps({**value, **broken}).encode()) is None
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            name: st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+            for name in (*registry.RECORD_FIELDS, "new")
+        },
+    )
+)
+def test_a_record_read_fast_is_as_one_read_slowly(changed: dict[str, object]) -> None:
+    value = json.dumps({**json.loads(record(NAME).to_json()), **changed}).encode()
+
+    assert parse_record(value) == registry._parse_slowly(value)
 
 
 @given(st.binary())
