@@ -13,12 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Mapping, Sequence
+from typing import Callable, Iterator, Mapping, Sequence
 
 from mooncake_v0.config.load import load_config
 from mooncake_v0.config.model import Role
@@ -249,12 +250,32 @@ class Pair:
         log = self.options.folder / f"{name}.log"
         environment = {**os.environ, "MOONCAKE_CONFIG_PATH": str(self.config_path), **self.options.environment}
         environment.update(more or {})
-        with log.open("ab") as output:
+        with log.open("ab") as output, _signals_after():
             popen = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
-        self.processes[name] = ManagedProcess(name, popen, log, ready_url)
+            self.processes[name] = ManagedProcess(name, popen, log, ready_url)
         return self.processes[name]
+
+
+@contextlib.contextmanager
+def _signals_after() -> Iterator[None]:
+    """Ctrl-C and SIGTERM count after the block: amid a start, `stop_all` would not know the new process yet."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        for caught in came[:1]:
+            signal.raise_signal(caught)
 
 
 def vllm_command(model: str, port: int, tp: int, args: Sequence[str]) -> list[str]:
