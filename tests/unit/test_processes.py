@@ -1,0 +1,42 @@
+"""The processes of a pair on one host, as `demo` and `bench serve` start and stop them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake_v0.pin.processes import Pair, PairOptions
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_amid_a_start_leaves_no_process_behind(
+    number: signal.Signals, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit
+
+    start = subprocess.Popen
+
+    def started_and_interrupted(command: object, **options: Any) -> object:
+        made = start([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+        signal.raise_signal(number)
+        return made
+
+    pair = Pair(PairOptions("model", tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", started_and_interrupted)
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        with pytest.raises(error):
+            pair.start_proxy()
+        assert signal.getsignal(signal.SIGTERM) is leave
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    (process,) = pair.processes.values()
+    pair.stop_all()
+    assert process.popen.returncode == -signal.SIGTERM
