@@ -1,7 +1,8 @@
 """How instances start where the start itself is not what is tested: the same vLLM, which imports itself less often.
 
 By default a start on the CPU imports all of vLLM four times, 30 seconds of CPU: the API server, the engine, and for each of
-them a Python that looks at the model's class. The demo, `launch` and the documented commands are tested as they are.
+them a Python that looks at the model's class. The demo is tested as it is; `launch` and the documented commands have only
+their environment from here, not a flag.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from mooncake_v0.pin.tiny_model import make_tiny_model
 from tests.quick import QUICK_START, python_path
 
 VLLM_ARGS = ("--dtype", "bfloat16", "--max-model-len", "4096", "--disable-log-requests")
+KV_BLOCKS = ("--num-gpu-blocks-override", "8192")  # of the tiny model 256 MB: the CPU worker writes zeros to all of it
 # As between two hosts, where this is not set otherwise; both sides are on this one, and would map the buffer.
 TRANSPORT = os.environ.get("MOONCAKE_V0_TRANSPORT", "engine")
 ENVIRONMENT = {**QUICK_START, "MOONCAKE_V0_TRANSPORT": TRANSPORT}
@@ -43,7 +44,7 @@ def make_pair(
         folder,
         metadata_url=metadata_url,
         kv_buffer_size=KV_BUFFER_BYTES,
-        vllm_args=[*VLLM_ARGS, *more_args],
+        vllm_args=[*VLLM_ARGS, *KV_BLOCKS, *more_args],
         environment={**ENVIRONMENT, "MOONCAKE_V0_TRANSPORT": transport},
         **changes,  # type: ignore[arg-type]
     )

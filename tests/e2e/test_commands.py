@@ -19,6 +19,7 @@ from mooncake_v0.pin.processes import find_free_range
 from tests.documents import ROOT, blocks, normalised
 from tests.e2e.asking import ask, token_prompt
 from tests.e2e.conftest import VLLM_ARGS
+from tests.quick import QUICK_START
 from tests.servers import answers, free_ports, wait_until
 
 pytestmark = [pytest.mark.pin, pytest.mark.timeout(420)]
@@ -58,7 +59,9 @@ def launched(tmp_path: Path, tiny_model: str) -> Iterator[tuple[subprocess.Popen
     command = [*COMMAND, "launch", "pair", "mooncake.json", "--model", tiny_model, "--serve-metadata", *ports]
     command += ["--kv-buffer-size", "2e8", "--log", "logs", "--pid-file", "pid", "--", *VLLM_ARGS]
     with (tmp_path / "launch.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=log, stderr=log, text=True)
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env={**ENVIRONMENT, **QUICK_START}, stdout=log, stderr=log, text=True
+        )
     try:
         yield process, proxy
     finally:

@@ -22,6 +22,7 @@ import pytest
 
 from mooncake_v0.pin.processes import find_free_range
 from tests.documents import ROOT, Block, blocks, commands, first_json, matches, normalised, transcripts
+from tests.quick import QUICK_START
 from tests.servers import free_ports, wait_until
 
 README, OPERATING = ROOT / "README.md", ROOT / "docs" / "operating.md"
@@ -44,12 +45,8 @@ class Operator:
     @property
     def environment(self) -> dict[str, str]:
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        pin = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "OMP_NUM_THREADS": "1",
-            "MOONCAKE_V0_TRANSPORT": "engine",
-        }  # as on two hosts
-        return {**os.environ, "PATH": path, "NO_COLOR": "1", **pin}
+        as_on_two_hosts = {"MOONCAKE_V0_TRANSPORT": "engine"}
+        return {**os.environ, "PATH": path, "NO_COLOR": "1", **QUICK_START, **as_on_two_hosts}
 
     def start(self, command: str, name: str) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:

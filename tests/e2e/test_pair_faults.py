@@ -15,7 +15,7 @@ from mooncake_v0.pin.processes import Pair
 from mooncake_v0.pin.tiny_model import make_tiny_model
 from tests.e2e.agents import find_agent, wait_until
 from tests.e2e.asking import ask, counters, hits, texts, token_prompt
-from tests.e2e.conftest import make_pair
+from tests.e2e.conftest import VLLM_ARGS, make_pair
 from tests.quick import IN_ONE_PROCESS
 
 RESUME_S = 60.0
@@ -184,6 +184,7 @@ def wide_pair(tmp_path: Path) -> Iterator[tuple[Pair, str]]:
     model = str(make_tiny_model(cache_folder() / "wide-qwen2", layers=24, heads=8, kv_heads=8))
     pair = make_pair(model, tmp_path)
     pair.options.kv_buffer_size = 3e8
+    pair.options.vllm_args = VLLM_ARGS
     try:
         pair.start_all()
         pair.wait_connected()

@@ -16,6 +16,7 @@ from mooncake_v0.pin.environment import cache_folder
 from mooncake_v0.pin.processes import find_free_port
 from mooncake_v0.pin.tiny_model import make_tiny_model
 from tests.e2e.asking import counters, hits, misses
+from tests.quick import IN_ONE_PROCESS
 from tests.soak.chaos.asks import Ask, fetch_reference, make_bodies, pair_up, write_reference
 from tests.soak.chaos.chaos import Chaos
 from tests.soak.chaos.link import Link
@@ -91,7 +92,7 @@ class Soak:
         load_bodies, fresh_bodies = bodies_of(self.options, self.model)
         reference = Path(self.options.reference or self._folder / "reference.json")
         port = find_free_port()
-        plain = None if self.options.reference else self._pair.start_plain(port)
+        plain = None if self.options.reference else self._pair.start_plain(port, IN_ONE_PROCESS)
         self._pair.start_servers()
         if plain is not None:
             self._pair.wait_ready(plain)
