@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Callable, Iterable, TypeVar
 
+LOOK_S = 0.2
+
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
@@ -34,7 +36,8 @@ def at_once(function: Callable[[Item], Answer], items: Iterable[Item], most: int
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            thread.join(LOOK_S)  # a signal that comes just before a wait is seen only after it
     if failures:
         raise failures[0]
     return [answers[number] for number in range(len(wanted))]

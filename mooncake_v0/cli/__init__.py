@@ -93,6 +93,8 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
 def cli(ctx: click.Context, debug: bool) -> None:
     """Run pinned vLLM V0 prefill/decode pairs over the Mooncake transfer engine."""
     ctx.obj = {"debug": debug}
+    if os.environ.get("NO_COLOR"):
+        ctx.color = False  # of all commands' output; without NO_COLOR only a terminal gets colour
 
 
 def main(argv: list[str] | None = None) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -241,10 +240,9 @@ def _print(results: Sequence[Result], output: str, verbose: bool) -> None:
         rows = [result.as_dict() for result in results]
         click.echo(secrets.mask(json.dumps({"healthy": not exit_code(results), "results": rows}, indent=2)))
         return
-    colour = False if os.environ.get("NO_COLOR") else None
     for result in reversed(worst_first(results)):  # the worst last: it stays on the screen
         if verbose or result.outcome.status != "skipped":
-            click.echo(secrets.mask(_as_text(result, verbose)), color=colour)
+            click.echo(secrets.mask(_as_text(result, verbose)))
     click.echo(_summary([result.outcome for result in results]))
 
 

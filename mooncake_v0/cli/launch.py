@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -234,7 +233,7 @@ def _show_findings(reports: Sequence[FileReport]) -> None:
     found = [report for report in serious if report.diagnostics]
     if found:
         text = render.as_text(found, lambda word, kind: click.style(word, fg=COLOURS[kind]))
-        click.echo(text, err=True, color=False if os.environ.get("NO_COLOR") else None)
+        click.echo(text, err=True)
 
 
 def _require_vllm() -> None:

@@ -115,12 +115,6 @@ def _cells(segment: Segment, liveness: Liveness) -> tuple[str, ...]:
     return tuple("-" if value is None else _printable(str(value)) for value in values)
 
 
-def _colour() -> bool | None:
-    import os
-
-    return False if os.environ.get("NO_COLOR") else None
-
-
 def _age_s(record: InstanceRecord) -> float:
     return round(max(0.0, time.time() - record.refreshed_at), 1)
 
@@ -229,7 +223,7 @@ def check(source: str, token_file: str | None, output: str) -> None:
         for finding in findings:
             severity = click.style(finding.severity, fg=colours.get(finding.severity))
             where = _printable(finding.where)
-            click.echo(f"{where}: {severity}: {finding.what} [{finding.rule}]", color=_colour())
+            click.echo(f"{where}: {severity}: {finding.what} [{finding.rule}]")
             click.echo(f"  fix: {finding.fix}")
         click.echo(f"{_count(len(segments), 'segment')}, {_count(len(findings), 'finding')}")
     sys.exit(1 if any(finding.severity != INFO for finding in findings) else 0)

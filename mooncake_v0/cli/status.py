@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -166,7 +166,7 @@ def _print(rows: list[AgentRow], healthy: bool) -> None:
     for line in cells:
         click.echo("  ".join([*(text.ljust(width) for text, width in zip(line, widths)), line[-1]]))
     word = click.style("connected", fg="green") if healthy else click.style("not connected", fg="red")
-    click.echo(f"the pair is {word}", color=_colour())
+    click.echo(f"the pair is {word}")
 
 
 def _cells(row: AgentRow) -> tuple[str, ...]:
@@ -197,9 +197,3 @@ def _misses(row: AgentRow) -> str:
     prefix = "miss_"
     found = [f"{name[len(prefix) :]} {count:.0f}" for name, count in row.counters.items() if name.startswith(prefix)]
     return f"missed: {', '.join(found)}" if found else ""
-
-
-def _colour() -> Any:
-    import os
-
-    return False if os.environ.get("NO_COLOR") else None

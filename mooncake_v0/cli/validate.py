@@ -220,13 +220,12 @@ def _diff(path: str, old: bytes, new: bytes) -> str:
 def _print(reports: Sequence[FileReport], output: str, could_not_check: bool) -> int:
     from mooncake_v0.config import render
 
-    colour = False if os.environ.get("NO_COLOR") else None
     if output == "text":
         text = render.as_text(reports, lambda word, kind: click.style(word, fg=COLOURS[kind], bold=kind == ERROR))
     else:
         text = {"json": render.as_json, "sarif": render.as_sarif, "github": render.as_github}[output](reports)
     if text:
-        click.echo(text.encode("utf-8", "backslashreplace").decode("utf-8"), color=colour)
+        click.echo(text.encode("utf-8", "backslashreplace").decode("utf-8"))
     if could_not_check:
         return 2
     return 0 if all(report.valid for report in reports) else 1
