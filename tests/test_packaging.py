@@ -35,9 +35,20 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with sdist and wheel; the wheel is built from the sdist, as `python -m build` does."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stdout[-3000:]
+    (folder / "build.log").write_text(done.stdout)
     return folder
+
+
+def test_the_build_gives_no_warning(dist: Path) -> None:
+    lines = (dist / "build.log").read_text().splitlines()
+    # files may be named after warnings
+    told = [line for line in lines if not line.startswith(("copying ", "adding ", "running ", "hard linking "))]
+    assert [line for line in told if re.search(r"(?i)warning|deprecat", line)] == []
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +78,14 @@ def test_the_tested_versions_travel_in_the_wheel_and_the_sdist(dist: Path, wheel
         "CHANGELOG.md",
     ):
         assert f"mooncake_v0-{__version__}/{name}" in names
+
+
+def test_the_sdist_holds_every_file_of_the_tests_and_nothing_that_they_left(dist: Path) -> None:
+    tracked = subprocess.run(["git", "ls-files", "tests"], cwd=ROOT, capture_output=True, text=True, check=True)
+    with tarfile.open(dist / f"mooncake_v0-{__version__}.tar.gz") as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
+    assert {name for name in names if name.startswith("tests/")} >= set(tracked.stdout.split())
+    assert [name for name in names if name.endswith(".pyc")] == []
 
 
 def test_the_version_is_written_once() -> None:
