@@ -1,4 +1,4 @@
-"""`mooncake-v0 completion`: the shell's completion script, made by click; for bash with words that hold colons."""
+"""`mooncake-v0 completion`: the shell's completion script, made by click; for bash and fish with words as they are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 from click.shell_completion import (
     BashComplete,
     CompletionItem,
+    FishComplete,
     add_completion_class,
     get_completion_class,
     split_arg_string,
@@ -59,7 +60,14 @@ class WholeWords(BashComplete):
         return f"{item.type},{quoted}"
 
 
+class WholeLines(FishComplete):
+    """click's script cuts a word, or its description, at its first comma."""
+
+    source_template = FishComplete.source_template.replace('string split ","', 'string split --max 1 ","')
+
+
 add_completion_class(WholeWords, "bash")
+add_completion_class(WholeLines, "fish")
 
 
 @click.command()
