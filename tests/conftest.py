@@ -13,7 +13,7 @@ import pytest
 
 from mooncake_v0.pin import processes
 
-TOGETHER = ("e2e", "transfer", "migrate", "deployment")
+TOGETHER = ("e2e", "soak", "transfer", "migrate", "deployment")  # in this order
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 
 if WORKER:
@@ -26,12 +26,15 @@ def group(nodeid: str) -> str:
     """What stays in one process: a folder that shares servers, or a file."""
     path = nodeid.split("::")[0]
     folder = path.split("/")[1] if "/" in path else path
-    folder = "e2e" if folder == "soak" else folder  # together they would need more memory than 24 GiB
     return folder if folder in TOGETHER else path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: group(item.nodeid) not in TOGETHER)
+    def place(item: pytest.Item) -> int:
+        name = group(item.nodeid)
+        return TOGETHER.index(name) if name in TOGETHER else len(TOGETHER)
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)

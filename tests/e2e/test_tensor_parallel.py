@@ -22,11 +22,11 @@ TP_ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def tp_plain_and_pair(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pair]]:
-    pair = make_pair(tiny_model, tmp_path_factory.mktemp("tp"), tp=2)
+    pair = make_pair(tiny_model, tmp_path_factory.mktemp("tp"), more_args=IN_ONE_PROCESS, tp=2)
     pair.options.environment = TP_ENVIRONMENT
     try:
         port = find_free_port()
-        plain = pair.start_plain(port, IN_ONE_PROCESS)
+        plain = pair.start_plain(port)
         pair.start_all()
         pair.wait_ready(plain)
         pair.wait_connected()
