@@ -241,3 +241,18 @@ def test_doctor_names_wrong_versions_of_a_throw_away_environment(
     assert "ASan" in found["engine-import"]["evidence"]
     assert found["plugin-entry-points"]["status"] == "error"
     assert found["plugin-entry-points"]["command"] == f"pip install {wheel.name}"
+
+
+def test_a_python_that_vllm_does_not_know_is_refused_by_pip_and_named_by_doctor(wheel: Path, tmp_path: Path) -> None:
+    python = str(make_dependencies(find_python("3.13")))
+    install = [python, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), str(wheel)]
+    refused = subprocess.run(install, capture_output=True, text=True, timeout=120)
+    assert refused.returncode != 0
+    assert "requires a different Python" in refused.stderr
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    done = Installed(python, tmp_path).run("doctor", "--only", "python-version", "--format", "json")
+    (found,) = json.loads(done.stdout)["results"]
+    assert (done.returncode, found["status"]) == (1, "error"), done.stderr
+    assert re.fullmatch(r"Python 3\.13\.\d+ cannot run vLLM 0\.6\.4\.post1", found["what"])
+    assert found["command"] == "python3.11 -m venv .venv"
