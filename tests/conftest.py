@@ -1,4 +1,4 @@
-"""How the suite is spread over processes: scripts/test.sh --numprocesses 2 --dist loadscope --no-loadscope-reorder
+"""How the suite is spread over two processes (scripts/test.sh).
 
 Tests that share real instances or servers stay in one of them, the longest first; others go file by file. Each process
 looks for free ports in a range of its own, since a port found free is taken only a moment later.
