@@ -100,7 +100,7 @@ def start_gateway(folder: Path) -> Server:
 def compare(ours: Server, wheel: Server, rounds: int) -> bool:
     """Print the table; whether every ratio is on the right side.
 
-    Rates are the medians of the rounds, p99 is that of the least disturbed round.
+    Rates of processor time are the medians of the rounds; p99 and rates by the clock are those of the least disturbed.
     """
     is_good = True
     print(
@@ -114,7 +114,7 @@ def compare(ours: Server, wheel: Server, rounds: int) -> bool:
                     found.append(asyncio.run(measure(server, method, connections)))
             rates = [statistics.median(m.per_core_s for m in found) for found in runs]
             p99s = [min(m.p99_ms for m in found) for found in runs]
-            walls = [statistics.median(m.per_s for m in found) for found in runs]
+            walls = [max(m.per_s for m in found) for found in runs]
             is_good = is_good and rates[0] >= rates[1] and walls[0] >= walls[1] and p99s[0] < p99s[1]
             print(
                 f"{method} x{connections:<5}{rates[0]:17.0f}{rates[1]:8.0f}{rates[0] / rates[1]:7.2f}"
@@ -126,8 +126,8 @@ def compare(ours: Server, wheel: Server, rounds: int) -> bool:
 def list_many(ours: Server) -> bool:
     """`metadata ls` of SEGMENTS segments, as the stock engine publishes them, then with our agents' records besides.
 
-    Whether each way to call it takes under LIST_LIMIT_S, the best of LIST_RUNS: of processor time in the command and
-    the server, printed in brackets, and by the clock unless others keep all cores busy.
+    Whether each way to call it takes under LIST_LIMIT_S, the best of LIST_RUNS: by the clock, and in brackets, which
+    decides, without the time in which others kept it from a processor.
     """
     store = open_store(ours.url)
     for entry in store.list(""):
@@ -171,21 +171,29 @@ def _list(ours: Server, kind: str) -> bool:
     is_good, told = True, []
     for flags, way in ways.items():
         runs = [_timed(command + flags.split(), ours) for _ in range(LIST_RUNS)]
-        took_s, core_s = min(run[0] for run in runs), min(run[1] for run in runs)
-        is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
-        told.append(f"{way} {took_s:.2f} s ({core_s:.2f}{', busy' if is_busy else ''})")
+        took_s, alone_s = min(run[0] for run in runs), min(run[1] for run in runs)
+        told.append(f"{way} {took_s:.2f} s ({alone_s:.2f})")
         is_whole = all(_names_listed(printed) == SEGMENTS for _, _, printed in runs)
-        is_good = is_good and is_whole and core_s < LIST_LIMIT_S and (took_s < LIST_LIMIT_S or is_busy)
+        is_good = is_good and is_whole and alone_s < LIST_LIMIT_S
     print(f"`metadata ls` of {SEGMENTS} segments, {kind}: {'; '.join(told)}")
     return is_good
 
 
 def _timed(command: list[str], server: Server) -> tuple[float, float, str]:
-    """Seconds by the clock, those of the processor in the command and the server, and what was printed."""
-    started, cpu_before_s = time.perf_counter(), cpu_s(server) + _children_cpu_s()
+    """Seconds by the clock, about those that it would have taken alone on this machine, and what was printed."""
+    started, waited_s = time.perf_counter(), _waited_s()
+    cpu_before_s = cpu_s(server) + _children_cpu_s()
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120)
     took_s = time.perf_counter() - started
-    return took_s, cpu_s(server) + _children_cpu_s() - cpu_before_s, done.stdout
+    core_s = cpu_s(server) + _children_cpu_s() - cpu_before_s
+    # others may have waited while this ran, so processor time is the least that it took
+    return took_s, max(core_s, took_s - (_waited_s() - waited_s)), done.stdout
+
+
+def _waited_s() -> float:
+    """How long any process of this machine waited for a processor; 0 where the kernel does not say."""
+    pressure = Path("/proc/pressure/cpu")
+    return int(pressure.read_text().split("total=")[1].split()[0]) / 1e6 if pressure.exists() else 0.0
 
 
 def _children_cpu_s() -> float:
