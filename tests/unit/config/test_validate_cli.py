@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
+from mooncake_v0.cli import cli
 from mooncake_v0.cli.validate import validate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -192,11 +194,16 @@ def test_github_annotation_escapes_what_would_end_it(tmp_path: Path) -> None:
 def test_output_is_plain_without_a_terminal_and_with_no_color(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, protocol="quic")
 
+    def at_a_terminal() -> Result:
+        return CliRunner().invoke(cli, ["validate", path], standalone_mode=False, color=True)
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b[" not in run(path).output
-    coloured = CliRunner().invoke(validate, [path], standalone_mode=False, color=True)
+    coloured = at_a_terminal()
     assert "\x1b[31m" in coloured.output
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[" not in CliRunner().invoke(validate, [path], standalone_mode=False, color=True).output
+    plain = at_a_terminal()
+    assert (plain.return_value, plain.output) == (1, click.unstyle(coloured.output))
 
 
 def test_two_equal_copies_are_valid_and_two_different_ones_name_the_field(tmp_path: Path) -> None:
