@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mooncake_v0.config.model import Endpoint
 from mooncake_v0.config.source import shorten
@@ -70,6 +71,40 @@ def same_host(one: str, other: str) -> bool:
     return one.lower().rstrip(".") == other.lower().rstrip(".") or (is_loopback(one) and is_loopback(other))
 
 
+class URLParts(NamedTuple):
+    """What follows a scheme. None and '' differ: without a "?" the query is None, after a "?" with nothing behind it ''."""
+
+    login: str | None
+    hosts: str
+    path: str
+    query: str | None
+    fragment: str | None
+
+
+def split_url(rest: str) -> URLParts:
+    """The text after the scheme, split as every reader of it has to: an "@" behind the first of / ? # is no login's end.
+
+    The rules, `parse_metadata` and the stores' `parse_store_url` all split here, so that they cannot disagree.
+    """
+    before, mark, fragment = rest.partition("#")
+    before, question, query = before.partition("?")
+    authority, slash, path = before.partition("/")
+    login, at, hosts = authority.rpartition("@")
+    return URLParts(login if at else None, hosts, slash + path, query if question else None, fragment if mark else None)
+
+
+def unencoded_in_password(rest: str) -> str | None:
+    """The / ? or # that ends the host part too early, because it is meant as a part of the password before an "@"."""
+    authority = re.split(r"[/?#]", rest)[0]
+    behind = rest[len(authority) :]
+    if ":" not in authority or "@" in authority or "@" not in behind:
+        return None
+    servers = [split_host_port(item) for item in authority.split(",")]
+    if all((is_host(host) or is_ipv6(host)) and (port or "0").isdecimal() for host, port in servers):
+        return None  # HOST:PORT, and the "@" stands in a path or a query
+    return behind[0]
+
+
 @dataclass(frozen=True)
 class MetadataAddress:
     """A metadata_server taken apart. scheme is in lower case; hosts are (host, port or None) without brackets."""
@@ -123,8 +158,8 @@ def masked(text: str) -> str:
 
 
 def without_password(text: str) -> str:
-    """The text with PASSWORD in place of the password of every URL in it."""
-    return re.sub(r"(://[^:/@,\s\"]*):[^\s\"]*@", r"\1:PASSWORD@", text)
+    """The text with PASSWORD in place of the password of every URL in it; a URL may lack its scheme (then it is etcd's)."""
+    return re.sub(r"((?:://|^|[\"'])[^:/@,\s\"']*):[^\s\"]*@", r"\1:PASSWORD@", text)
 
 
 def effective_scheme(text: str, backend: str | None) -> str:
@@ -148,20 +183,18 @@ def parse_metadata(text: str, backend: str | None = None) -> MetadataAddress | N
     _, rest = split_scheme(text.strip())
     if scheme not in METADATA_SCHEMES or re.search(r"\s", rest):
         return None
-    authority, slash, path = rest.partition("/")
-    authority, question, query = authority.partition("?")
-    if not question:
-        path, question, query = path.partition("?")
-    user_info, _, host_list = authority.rpartition("@")
+    parts = split_url(rest)
+    if parts.login == "" or parts.fragment is not None:
+        return None
     hosts = []
-    for item in host_list.split(","):
+    for item in parts.hosts.split(","):
         host, port = split_host_port(item)
         if port is not None and not (port.isdecimal() and port.isascii() and 1 <= int(port[:6]) <= 65535):
             return None
         if not (is_host(host) or is_ipv6(host)):
             return None
         hosts.append((host, int(port) if port is not None else None))
-    return MetadataAddress(scheme, user_info, tuple(hosts), slash + path, query, f"{scheme}://{rest}")
+    return MetadataAddress(scheme, parts.login or "", tuple(hosts), parts.path, parts.query or "", f"{scheme}://{rest}")
 
 
 def is_ipv6(host: str) -> bool:

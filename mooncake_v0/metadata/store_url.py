@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote
 
+from mooncake_v0.config.addresses import URLParts, is_host, is_ipv6, split_url, unencoded_in_password
 from mooncake_v0.errors import MetadataError
 
 DEFAULT_PORTS = {"redis": 6379, "redis+sentinel": 26379, "redis+cluster": 6379, "etcd": 2379, "http": 80, "https": 443}
@@ -91,11 +92,13 @@ def parse_store_url(url: str) -> StoreURL:
         scheme, rest = _without_scheme(text)
     kind = scheme if scheme in ("sqlite", *TLS_KINDS, *DEFAULT_PORTS) else ""
     if not kind:
-        raise MetadataError(f"{mask_url(text)!r} is not a metadata store URL", fix=f"use one of {FORMS}")
-    rest, options = _split_options(rest, kind)
+        shown = mask_url(text) if separator else mask_url(f"://{text}")[3:]
+        raise MetadataError(f"{shown!r} is not a metadata store URL", fix=f"use one of {FORMS}")
     if kind == "sqlite":
-        return _sqlite(rest)
-    return _networked(kind, rest, options)
+        path, _, query = rest.partition("?")
+        _options(kind, query)
+        return _sqlite(path)
+    return _networked(kind, _checked(kind, rest))
 
 
 def _without_scheme(text: str) -> tuple[str, str]:
@@ -105,17 +108,35 @@ def _without_scheme(text: str) -> tuple[str, str]:
     return "", text
 
 
-def _split_options(rest: str, kind: str) -> tuple[str, dict[str, str]]:
-    body, _, query = rest.partition("?")
+def _checked(kind: str, rest: str) -> URLParts:
+    """The parts of what follows the scheme; what `mooncake-v0 validate` reports in them is refused here too."""
+    character = unencoded_in_password(rest)
+    if character:
+        raise MetadataError(
+            f"an unencoded {character!r} in the password of the {kind}:// URL",
+            fix=f"write %{ord(character):02X} for it",
+        )
+    parts = split_url(rest)
+    if parts.login == "":
+        raise MetadataError(f"nothing before the '@' of the {kind}:// URL", fix="write USER:PASSWORD or remove the '@'")
+    if parts.fragment is not None:
+        raise MetadataError(
+            f"the {kind}:// URL has a fragment", fix="remove the '#' and what follows, or write %23 for it"
+        )
+    return parts
+
+
+def _options(kind: str, query: str) -> dict[str, str]:
     options = dict(parse_qsl(query, keep_blank_values=True))
     for name in options:
         if name not in OPTIONS:
+            shown = name.partition(":")[0]  # what follows a colon may be a password
             raise MetadataError(
-                f"a {kind}:// store URL has no option {name!r}", fix=f"the options are {', '.join(OPTIONS)}"
+                f"a {kind}:// store URL has no option {shown!r}", fix=f"the options are {', '.join(OPTIONS)}"
             )
         if name in SENTINEL_OPTIONS and not kind.endswith("+sentinel"):
             raise MetadataError(f"a {kind}:// store URL has no sentinels for {name!r}", fix="use redis+sentinel://")
-    return body, options
+    return options
 
 
 def _sqlite(rest: str) -> StoreURL:
@@ -127,15 +148,14 @@ def _sqlite(rest: str) -> StoreURL:
     return StoreURL("sqlite", path=unquote(rest[1:]))
 
 
-def _networked(kind: str, rest: str, options: dict[str, str]) -> StoreURL:
-    authority, slash, path = rest.partition("/")
-    login, _, hosts_text = authority.rpartition("@")
-    user, password = _login(login)
+def _networked(kind: str, parts: URLParts) -> StoreURL:
+    options = _options(kind, parts.query or "")
+    user, password = _login(parts.login)
     if "password_file" in options:
         password = _secret_of(options, "password_file")
     family = "http" if kind in ("http", "https") else TLS_KINDS.get(kind, kind)
     default_port = DEFAULT_PORTS[kind] if kind in DEFAULT_PORTS else DEFAULT_PORTS[family]
-    hosts = tuple(_host_port(part, default_port, kind) for part in hosts_text.split(","))
+    hosts = tuple(_host_port(part, default_port, kind) for part in parts.hosts.split(","))
     if len(hosts) > 1 and family in ("redis", "http"):
         raise MetadataError(
             f"a {kind}:// URL takes one host, got {len(hosts)}",
@@ -144,7 +164,7 @@ def _networked(kind: str, rest: str, options: dict[str, str]) -> StoreURL:
     return StoreURL(
         kind,
         hosts,
-        ("/" + path if slash else "") if family == "http" else path,
+        parts.path if family == "http" else parts.path[1:],
         user,
         password,
         ca=options.get("ca"),
@@ -155,7 +175,7 @@ def _networked(kind: str, rest: str, options: dict[str, str]) -> StoreURL:
     )
 
 
-def _login(login: str) -> tuple[str | None, str | None]:
+def _login(login: str | None) -> tuple[str | None, str | None]:
     if not login:
         return None, None
     user, separator, password = login.partition(":")
@@ -165,9 +185,10 @@ def _login(login: str) -> tuple[str | None, str | None]:
 def _host_port(text: str, default_port: int, kind: str) -> tuple[str, int]:
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]\s]+)(?::(\d+))?", text)
     port = int(match.group(2)) if match and match.group(2) else default_port
-    if match is None or not 1 <= port <= 65535:
+    host = match.group(1).strip("[]") if match else ""
+    if not (is_host(host) or is_ipv6(host)) or not 1 <= port <= 65535:
         raise MetadataError(f"{text!r} in the {kind}:// URL is not HOST:PORT", fix="write host:port, port 1..65535")
-    return match.group(1).strip("[]"), port
+    return host, port
 
 
 def _secret_of(options: dict[str, str], name: str) -> str | None:

@@ -17,9 +17,10 @@ from mooncake_v0.config.addresses import (
     is_ipv6,
     masked,
     split_scheme,
+    unencoded_in_password,
     usual_port,
 )
-from mooncake_v0.config.rules.metadata_scheme import EXAMPLE, WHERE, hosts, scheme, server
+from mooncake_v0.config.rules.metadata_scheme import EXAMPLE, WHERE, hosts, parts, scheme, server
 from mooncake_v0.config.rules.registry import Finding, Subject, rule
 from mooncake_v0.config.source import quote, shorten
 from mooncake_v0.errors import ERROR
@@ -27,13 +28,15 @@ from mooncake_v0.errors import ERROR
 
 @rule(ERROR, syntax=True)
 def metadata_login(subject: Subject) -> Iterator[Finding]:
-    """The password has a character that ends the host part of a URL: /, ? or #.
+    """The password has a character that ends the host part of a URL: /, ? or #. Or there is an @ with no login before it.
 
     Write it percent-encoded: %2F for /, %3F for ?, %23 for #; and %40 for @, %25 for % itself.
     """
-    match = re.match(r"[^/?#@]*:([^/?#@]*)([/?#]).*@", split_scheme(server(subject))[1])
-    if match and not match[1].isdigit():
-        yield Finding(WHERE, f"an unencoded {match[2]!r} in the password", f"write %{ord(match[2]):02X} for it")
+    character = unencoded_in_password(split_scheme(server(subject))[1])
+    if character:
+        yield Finding(WHERE, f"an unencoded {character!r} in the password", f"write %{ord(character):02X} for it")
+    if parts(subject).login == "":
+        yield Finding(WHERE, "nothing before the '@'", "write USER:PASSWORD before it, or remove the '@'")
 
 
 @rule(ERROR, syntax=True)
@@ -88,21 +91,6 @@ def metadata_port_range(subject: Subject) -> Iterator[Finding]:
 
 
 @rule(ERROR, syntax=True)
-def metadata_port_missing(subject: Subject) -> Iterator[Finding]:
-    """A plain etcd address without a port. The engine passes the text to etcd's client as it is, which needs a port.
-
-    What goes through a gateway (etcds://, a cluster, a password) has 2379 by default.
-    """
-    found = list(hosts(subject))
-    if scheme(subject) != "etcd" or len(found) != 1 or "@" in server(subject):
-        return
-    host, port = found[0]
-    if port is None and host:
-        shown = f"[{host}]" if ":" in host else shorten(host)
-        yield Finding(WHERE, f"no port after {shown!r}", f"write {shown}:2379, if etcd has its usual port")
-
-
-@rule(ERROR, syntax=True)
 def metadata_wildcard(subject: Subject) -> Iterator[Finding]:
     """0.0.0.0 (or [::]) as the server's address. It is what a server listens on, not where a client finds it."""
     for host, _ in hosts(subject):
@@ -133,7 +121,7 @@ def metadata_http_path(subject: Subject) -> Iterator[Finding]:
     """
     text = server(subject)
     if text and scheme(subject) in ("http", "https"):
-        path = re.split(r"[?#]", split_scheme(text)[1])[0].partition("/")[2]
+        path = parts(subject).path[1:]
         if not path or path.endswith("/"):
             base = re.split(r"[?#]", text)[0].rstrip("/")
             fixed = base if path.rstrip("/") else f"{base}/metadata"
@@ -153,24 +141,25 @@ def metadata_query(subject: Subject) -> Iterator[Finding]:
     kinds, which go through a gateway, take the options ca, cert, key and password_file: etcds://host:2379?ca=ca.pem
     redis+sentinel takes sentinel_user and sentinel_password_file besides, for sentinels with a login of their own.
     """
-    found = re.search(r"[?#]", split_scheme(server(subject))[1].rpartition("@")[2])
-    if not found:
-        return
-    query = server(subject).rpartition("@")[2].partition("?")[2]
-    if scheme(subject) in ("etcd", "http") or found[0] == "#":
-        word = "query" if found[0] == "?" else "fragment"
+    _, _, _, query, fragment = parts(subject)
+    if fragment is not None:
+        encoded = ", or write %23 if it belongs to the option's value" if query else ""
         yield Finding(
             WHERE,
-            f"the URL has a {word}: {masked(server(subject))!r}",
-            f"remove the {found[0]!r} and what follows",
+            f"the URL has a fragment: {masked(server(subject))!r}",
+            f"remove the '#' and what follows{encoded}",
         )
+    if query is None:
+        return
+    if scheme(subject) in ("etcd", "http"):
+        yield Finding(WHERE, f"the URL has a query: {masked(server(subject))!r}", "remove the '?' and what follows")
         return
     of_sentinels = scheme(subject).endswith("+sentinel")
     options = [name for name in STORE_OPTIONS if of_sentinels or not name.startswith("sentinel_")]
     unknown = [part for part in query.split("&") if part.partition("=")[0] not in options]
     if unknown:
         yield Finding(
-            WHERE, f"unknown option {shorten(unknown[0])!r} in the URL", f"the options are {', '.join(options)}"
+            WHERE, f"unknown option {masked(unknown[0])!r} in the URL", f"the options are {', '.join(options)}"
         )
 
 
@@ -181,7 +170,7 @@ def metadata_path(subject: Subject) -> Iterator[Finding]:
     redis+sentinel has the service's name first: redis+sentinel://host:26379/mymaster/2.
     """
     kind = scheme(subject)
-    path = re.split(r"[?#]", split_scheme(server(subject))[1].rpartition("@")[2])[0].partition("/")[2]
+    path = parts(subject).path[1:]
     allowed = (
         r"[^/]+(/[0-9]{0,3})?" if kind.endswith("+sentinel") else r"[0-9]{0,3}" if kind.startswith("redis") else r""
     )
@@ -195,3 +184,18 @@ def metadata_path(subject: Subject) -> Iterator[Finding]:
         http = " (or http:// before it, if it is an http server)" if path == "metadata" else ""
         what = f"/{shorten(path)} is not a path of {kind}" if path else f"{kind} needs the service's name as its path"
         yield Finding(WHERE, what, fix + http)
+
+
+@rule(ERROR, syntax=True)
+def metadata_port_missing(subject: Subject) -> Iterator[Finding]:
+    """A plain etcd address without a port. The engine passes the text to etcd's client as it is, which needs a port.
+
+    What goes through a gateway (etcds://, a cluster, a password) has 2379 by default.
+    """
+    found = list(hosts(subject))
+    if scheme(subject) != "etcd" or len(found) != 1 or parts(subject).login:
+        return
+    host, port = found[0]
+    if port is None and host:
+        shown = f"[{host}]" if ":" in host else shorten(host)
+        yield Finding(WHERE, f"no port after {shown!r}", f"write {shown}:2379, if etcd has its usual port")

@@ -14,10 +14,13 @@ from typing import Iterator
 from mooncake_v0.config.addresses import (
     METADATA_BACKENDS,
     METADATA_SCHEMES,
+    URLParts,
     effective_scheme,
     masked,
     split_host_port,
     split_scheme,
+    split_url,
+    unencoded_in_password,
 )
 from mooncake_v0.config.rules.registry import Edit, Finding, Subject, rule
 from mooncake_v0.config.source import quote, shorten
@@ -33,11 +36,17 @@ def server(subject: Subject) -> str:
     return (subject.text("metadata_server") or "").strip()
 
 
+def parts(subject: Subject) -> URLParts:
+    """What follows the scheme. With a password that cuts the URL short, which `metadata-login` reports, what is meant."""
+    _, rest = split_scheme(server(subject))
+    if unencoded_in_password(rest):
+        return split_url("@" + rest.rpartition("@")[2])._replace(login="USER:PASSWORD")
+    return split_url(rest)
+
+
 def hosts(subject: Subject) -> Iterator[tuple[str, str | None]]:
     """Host and port as written, one pair for each server in the list."""
-    _, rest = split_scheme(server(subject))
-    authority = re.split(r"[/?#]", rest)[0]
-    for item in authority.rpartition("@")[2].split(","):
+    for item in parts(subject).hosts.split(","):
         yield split_host_port(item)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import string
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from mooncake_v0.cli.validate import validate
@@ -18,8 +19,8 @@ from mooncake_v0.config.check import Checked, check_bytes
 from mooncake_v0.config.fix import fixed_bytes
 from mooncake_v0.config.rules import CheckOptions
 from mooncake_v0.config.schema import schema
-from mooncake_v0.errors import ERROR, INFO
-from mooncake_v0.metadata.store_url import parse_store_url
+from mooncake_v0.errors import ERROR, INFO, MetadataError
+from mooncake_v0.metadata.store_url import StoreURL, parse_store_url
 
 # a deadline would measure the machine, not the code
 PROPERTY = settings(deadline=None, max_examples=200)
@@ -138,16 +139,76 @@ def test_endpoint_has_no_error_exactly_when_it_is_one(text: str) -> None:
     assert endpoint_errors or parse_endpoint(text) is not None
 
 
+def metadata_errors(text: str, backend: str | None) -> list[str]:
+    config = {"prefill_url": "192.168.0.137:13003", "decode_url": "192.168.0.139:13003", "metadata_server": text}
+    found = check_bytes(to_bytes({**config, "metadata_backend": backend})).diagnostics
+    return [item.rule for item in found if item.severity == ERROR]
+
+
+def as_the_store_reads_it(url: str) -> StoreURL | None:
+    try:
+        return parse_store_url(url)
+    except MetadataError:
+        return None
+
+
 @PROPERTY
 @given(TEXTS, st.sampled_from([None, "etcd", "redis", "http"]))
+@example("192.168.0.137?user:pw@", None)
+@example("192.168.0.137?user:pw@", "redis")
+@example("127.0.0.1#user:pw@", None)
+@example("127.0.0.1#user:pw@", "redis")
 def test_metadata_server_without_an_error_is_one_for_the_stores_too(text: str, backend: str | None) -> None:
-    config = {"prefill_url": "192.168.0.137:13003", "decode_url": "192.168.0.139:13003", "metadata_server": text}
-
-    data = to_bytes({**config, "metadata_backend": backend})
-    errors = [item for item in check_bytes(data).diagnostics if item.severity == ERROR]
-
     address = parse_metadata(text, backend)
-    assert errors or address is not None and parse_store_url(address.url).hosts
+
+    assert metadata_errors(text, backend) or address is not None and parse_store_url(address.url).hosts
+
+
+# every order of what ends a part of a URL, as a slip of the keyboard puts it
+URL_PIECES = ("10.0.0.1", ":6379", "/2", "?", "?ca=x", "#", "@", ",", "u:p@")
+
+
+@pytest.mark.parametrize("scheme", ["", "etcds://", "http://", "redis://"])
+def test_check_and_stores_read_a_url_alike_wherever_its_separators_stand(scheme: str) -> None:
+    accepted = 0
+    for length in range(4):
+        for pieces in itertools.product(URL_PIECES, repeat=length):
+            text = scheme + "".join(pieces)
+            address = parse_metadata(text)
+            store = as_the_store_reads_it(address.url) if address else None
+            if metadata_errors(text, None):
+                continue
+            accepted += 1
+            assert address is not None and store is not None, text
+            assert tuple((host, port or address.port) for host, port in address.hosts) == store.hosts, text
+            assert address.path.lstrip("/") == store.path.lstrip("/"), text
+            assert bool(address.user_info) == bool(store.user or store.password), text
+            assert (address.query == "ca=x") == (store.ca == "x"), text
+    assert accepted
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("192.168.0.137?user:pw@", "metadata-query"),
+        ("127.0.0.1#user:pw@", "metadata-query"),
+        ("redis://10.0.0.1?user:pw@", "metadata-query"),
+        ("redis://10.0.0.1?ca=a#b", "metadata-query"),
+        ("redis://10.0.0.1/2@", "metadata-path"),
+        ("10.0.0.1/metadata@", "metadata-path"),
+        ("etcd://@10.0.0.1:2379", "metadata-login"),
+        ("redis://u:p?w@10.0.0.1", "metadata-login"),
+        ("redis://:@", "metadata-host-missing"),
+        ("etcd://user:pw@", "metadata-host-missing"),
+        ("etcd://", "metadata-host-missing"),
+        ("#10.0.0.1:2379", "metadata-host-missing"),
+    ],
+)
+def test_a_separator_in_an_odd_place_is_one_error_which_the_stores_share(text: str, rule: str) -> None:
+    url = text if "://" in text else f"etcd://{text}"
+
+    assert metadata_errors(text, None) == [rule]
+    assert as_the_store_reads_it(url) is None or rule == "metadata-path"
 
 
 @PROPERTY

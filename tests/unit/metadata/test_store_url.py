@@ -50,6 +50,13 @@ def test_every_form_is_read(text: str, expected: StoreURL) -> None:
         ("ftp://u:geheim@h", "store URL"),
         ("redis://h?password_file=/does/not/exist", "/does/not/exist"),
         ("redis://h?sentinel_user=u", "no sentinels"),
+        ("user:geheim@h", "store URL"),
+        ("redis://u:geheim/x@h", "'/' in the password"),
+        ("etcd://h:1?u:geheim@", "no option 'u'"),
+        ("etcd://h:1#u:geheim@", "fragment"),
+        ("redis://@h", "before the '@'"),
+        ("redis://u:geheim@ca=x", "HOST:PORT"),
+        ("sqlite:///keys.db?db=1", "'db'"),
         ("redis+sentinel://h/meta?sentinel_password_file=/does/not/exist", "/does/not/exist"),
     ],
 )
