@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[1] / "mooncake_v0"
 MAY_IMPORT = {
     "errors": set(),
     "at_once": set(),
-    "config": {"errors", "at_once"},
-    "metadata": {"errors", "at_once"},
+    "url_parts": set(),
+    "config": {"errors", "at_once", "url_parts"},
+    "metadata": {"errors", "at_once", "url_parts"},
     "proxy": {"errors", "metadata"},
     "migrate": {"errors", "config"},
     "doctor": {"errors", "config", "metadata"},

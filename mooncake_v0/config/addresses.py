@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from mooncake_v0.config.model import Endpoint
 from mooncake_v0.config.source import shorten
+from mooncake_v0.url_parts import IPV4, is_host, is_ipv6, split_host_port, split_url
 
 # what `metadata_backend` may say (upstream's table)
 METADATA_BACKENDS = ("etcd", "redis", "http")
@@ -35,9 +35,7 @@ LIST_SCHEMES = tuple(scheme for scheme in METADATA_SCHEMES if scheme.startswith(
 # options after "?" that the gateway's store takes (mooncake_v0/metadata/store_url.py); the engine's own URLs take none
 STORE_OPTIONS = ("ca", "cert", "key", "password_file", "sentinel_user", "sentinel_password_file")
 
-HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?", re.ASCII)
 ENDPOINT = re.compile(r"(?P<host>[^:\s/\[\]@,]+):(?P<port>[0-9]{1,5})", re.ASCII)
-IPV4 = re.compile(r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])(\.(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])){3}")
 SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.ASCII | re.DOTALL)
 
 
@@ -47,13 +45,6 @@ def parse_endpoint(text: str) -> Endpoint | None:
     if match is None or not 1 <= int(match["port"]) <= 65535 or not is_host(match["host"]):
         return None
     return Endpoint(match["host"].lower(), int(match["port"]))
-
-
-def is_host(host: str) -> bool:
-    """Whether this is a plain IPv4 address or a name; `10.0.0.256`, `10.0.1` and `1234` are neither."""
-    if re.fullmatch(r"[0-9.]+", host):
-        return IPV4.fullmatch(host) is not None
-    return len(host) <= 253 and HOST_NAME.fullmatch(host) is not None
 
 
 def is_loopback(host: str) -> bool:
@@ -69,40 +60,6 @@ def is_loopback(host: str) -> bool:
 def same_host(one: str, other: str) -> bool:
     """Whether two hosts are one machine by their text: equal names, or both loopback."""
     return one.lower().rstrip(".") == other.lower().rstrip(".") or (is_loopback(one) and is_loopback(other))
-
-
-class URLParts(NamedTuple):
-    """What follows a scheme. None and '' differ: without a "?" the query is None, after a "?" with nothing behind it ''."""
-
-    login: str | None
-    hosts: str
-    path: str
-    query: str | None
-    fragment: str | None
-
-
-def split_url(rest: str) -> URLParts:
-    """The text after the scheme, split as every reader of it has to: an "@" behind the first of / ? # is no login's end.
-
-    The rules, `parse_metadata` and the stores' `parse_store_url` all split here, so that they cannot disagree.
-    """
-    before, mark, fragment = rest.partition("#")
-    before, question, query = before.partition("?")
-    authority, slash, path = before.partition("/")
-    login, at, hosts = authority.rpartition("@")
-    return URLParts(login if at else None, hosts, slash + path, query if question else None, fragment if mark else None)
-
-
-def unencoded_in_password(rest: str) -> str | None:
-    """The / ? or # that ends the host part too early, because it is meant as a part of the password before an "@"."""
-    authority = re.split(r"[/?#]", rest)[0]
-    behind = rest[len(authority) :]
-    if ":" not in authority or "@" in authority or "@" not in behind:
-        return None
-    servers = [split_host_port(item) for item in authority.split(",")]
-    if all((is_host(host) or is_ipv6(host)) and (port or "0").isdecimal() for host, port in servers):
-        return None  # HOST:PORT, and the "@" stands in a path or a query
-    return behind[0]
 
 
 @dataclass(frozen=True)
@@ -168,15 +125,6 @@ def effective_scheme(text: str, backend: str | None) -> str:
     return (scheme or (backend or "").strip() or "etcd").lower()
 
 
-def split_host_port(text: str) -> tuple[str, str | None]:
-    """('h', '1') for 'h:1', ('::1', '1') for '[::1]:1', ('h', None) without a port; the port as written."""
-    if text.startswith("["):
-        host, _, tail = text[1:].partition("]")
-        return host, tail[1:] if tail.startswith(":") else (tail or None)
-    host, colon, port = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
-    return host, port if colon else None
-
-
 def parse_metadata(text: str, backend: str | None = None) -> MetadataAddress | None:
     """`MetadataAddress`, or None if this is not an address of a known kind."""
     scheme = effective_scheme(text, backend)
@@ -195,16 +143,3 @@ def parse_metadata(text: str, backend: str | None = None) -> MetadataAddress | N
             return None
         hosts.append((host, int(port) if port is not None else None))
     return MetadataAddress(scheme, parts.login or "", tuple(hosts), parts.path, parts.query or "", f"{scheme}://{rest}")
-
-
-def is_ipv6(host: str) -> bool:
-    """Whether this is an IPv6 address without brackets; a zone (%eth0) may follow."""
-    if ":" not in host:
-        return False
-    import ipaddress  # 3 ms that only an IPv6 address has to pay
-
-    try:
-        ipaddress.IPv6Address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mooncake_v0.at_once import at_once
-from mooncake_v0.config.addresses import IPV4
 from mooncake_v0.config.model import RankPorts
+from mooncake_v0.url_parts import IPV4
 
 LISTENING, REFUSED, SILENT = "listening", "refused", "silent"
 MAX_ANSWER_BYTES = 1 << 20

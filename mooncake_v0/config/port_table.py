@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Iterator, Mapping, Sequence
 
-from mooncake_v0.config.addresses import IPV4, parse_metadata, same_host
+from mooncake_v0.config.addresses import parse_metadata, same_host
 from mooncake_v0.config.model import ROLES, MooncakeConfig, Role
+from mooncake_v0.url_parts import IPV4
 
 NOBODY = "nobody"
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote
 
-from mooncake_v0.config.addresses import URLParts, is_host, is_ipv6, split_url, unencoded_in_password
 from mooncake_v0.errors import MetadataError
+from mooncake_v0.url_parts import URLParts, is_host, is_ipv6, split_url, unencoded_in_password
 
 DEFAULT_PORTS = {"redis": 6379, "redis+sentinel": 26379, "redis+cluster": 6379, "etcd": 2379, "http": 80, "https": 443}
 TLS_KINDS = {"rediss": "redis", "rediss+sentinel": "redis+sentinel", "rediss+cluster": "redis+cluster", "etcds": "etcd"}

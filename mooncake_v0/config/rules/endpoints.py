@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from typing import Callable, Iterator
 
-from mooncake_v0.config.addresses import IPV4, is_host, is_ipv6, is_loopback
+from mooncake_v0.config.addresses import is_loopback
 from mooncake_v0.config.model import ROLES
 from mooncake_v0.config.rules.registry import FIELDS, Check, Edit, Finding, Subject, rule
 from mooncake_v0.config.source import quote, shorten
 from mooncake_v0.errors import ERROR, INFO, WARNING
+from mooncake_v0.url_parts import IPV4, is_host, is_ipv6
 
 FieldCheck = Callable[[str, str], Iterator[Finding]]
 PLACEHOLDER = re.compile(r"[<>{}$]|\b[xX]\.[xX]\.[xX]\.[xX]\b|\b(?:your|YOUR)[_-]")

@@ -9,21 +9,12 @@ from __future__ import annotations
 import re
 from typing import Iterator
 
-from mooncake_v0.config.addresses import (
-    IPV4,
-    LIST_SCHEMES,
-    STORE_OPTIONS,
-    is_host,
-    is_ipv6,
-    masked,
-    split_scheme,
-    unencoded_in_password,
-    usual_port,
-)
+from mooncake_v0.config.addresses import LIST_SCHEMES, STORE_OPTIONS, masked, split_scheme, usual_port
 from mooncake_v0.config.rules.metadata_scheme import EXAMPLE, WHERE, hosts, parts, scheme, server
 from mooncake_v0.config.rules.registry import Finding, Subject, rule
 from mooncake_v0.config.source import quote, shorten
 from mooncake_v0.errors import ERROR
+from mooncake_v0.url_parts import IPV4, is_host, is_ipv6, unencoded_in_password
 
 
 @rule(ERROR, syntax=True)

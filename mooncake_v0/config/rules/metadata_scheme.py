@@ -11,20 +11,11 @@ import difflib
 import re
 from typing import Iterator
 
-from mooncake_v0.config.addresses import (
-    METADATA_BACKENDS,
-    METADATA_SCHEMES,
-    URLParts,
-    effective_scheme,
-    masked,
-    split_host_port,
-    split_scheme,
-    split_url,
-    unencoded_in_password,
-)
+from mooncake_v0.config.addresses import METADATA_BACKENDS, METADATA_SCHEMES, effective_scheme, masked, split_scheme
 from mooncake_v0.config.rules.registry import Edit, Finding, Subject, rule
 from mooncake_v0.config.source import quote, shorten
 from mooncake_v0.errors import ERROR, WARNING
+from mooncake_v0.url_parts import URLParts, split_host_port, split_url, unencoded_in_password
 
 WHERE = ("metadata_server",)
 BACKEND = ("metadata_backend",)
