@@ -22,11 +22,13 @@ import torch
 from mooncake_v0.bench.child import Parent
 from mooncake_v0.bench.shapes import BLOCK_TOKENS, KVShape
 from mooncake_v0.config.model import Endpoint, MooncakeConfig, Role
-from mooncake_v0.errors import AgentUnavailableError, CouldNotCheckError, TransferError
-from mooncake_v0.kv.connector import Consumer, Producer, pack_block_ids
+from mooncake_v0.errors import AgentUnavailableError, TransferError
+from mooncake_v0.kv.connector import Consumer, Producer, StepStore, pack_block_ids
+from mooncake_v0.kv.cuda_memory import device_pools
 from mooncake_v0.kv.layout import KVLayout
+from mooncake_v0.kv.page_locks import page_locks
 from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan
-from mooncake_v0.transfer.agent_client import AgentClient, PageLocks
+from mooncake_v0.transfer.agent_client import AgentClient
 from mooncake_v0.transfer.agent_settings import AgentSettings
 from mooncake_v0.transfer.engine import EngineSettings, MooncakeEngine
 from mooncake_v0.transfer.pool import ALIGNMENT_BYTES, Pool
@@ -41,7 +43,7 @@ class Worker:
 
     def __init__(self, parent: Parent) -> None:
         self._parent = parent
-        self._reserved: list[tuple[PromptPlan, int]] = []
+        self._reserved: StepStore | None = None
         self._engine: MooncakeEngine | None = None
 
     def open(
@@ -64,15 +66,20 @@ class Worker:
         pool_nbytes = self.shape.entry_bytes(blocks) + ALIGNMENT_BYTES  # the limit is cut to whole pages
         model = {"shape": self.shape.name}
         settings = AgentSettings(role, 0, 1, mooncake, model, pool_nbytes, transport=transport, checksum=checksum)
-        self.client = AgentClient(settings, self._page_locks(device))
+        self.client = AgentClient(settings, page_locks(self.layout.device), device_pools(self.layout.device))
         self.client.start()
         self.client.wait_started(WAIT_S)
         self._connect(role)
         pool = self.client.pool
-        pool.map_pages()
+        raw = pool
+        if pool.on_device:
+            raw = Pool.create(pool.nbytes)  # what the engine alone would read from
+            raw.allocate_pages()
+        raw.map_pages()
+        self._raw = raw
         name = f"127.0.0.1:{engine_port}"
-        self._engine = MooncakeEngine(EngineSettings(name, mooncake.metadata_server, "tcp"), pool.address, pool.nbytes)
-        return {"segment_name": name, "address": pool.address}
+        self._engine = MooncakeEngine(EngineSettings(name, mooncake.metadata_server, "tcp"), raw.address, raw.nbytes)
+        return {"segment_name": name, "address": raw.address}
 
     def peer(self) -> str:
         """How entries come to decode (on prefill any word); empty while there is no peer or that is not settled."""
@@ -92,12 +99,13 @@ class Worker:
         """Seconds of one read by the engine from the other side's pool into ours."""
         assert self._engine is not None
         started_s = time.perf_counter()
-        self._engine.read(segment_name, self.client.pool.address, address, nbytes)
+        self._engine.read(segment_name, self._raw.address, address, nbytes)
         return time.perf_counter() - started_s
 
     def copy(self, nbytes: int) -> float:
-        """Seconds of one contiguous copy from the pool into the paged cache's memory."""
-        pool = torch.frombuffer(self.client.pool.map, dtype=torch.uint8)
+        """Seconds of one contiguous copy from the pool that holds the entries into the paged cache's memory."""
+        source = self.client.peer_pool or self.client.pool
+        pool = source.device.tensor if source.device else torch.frombuffer(self.client.pool.map, dtype=torch.uint8)
         self._synchronize()
         started_s = time.perf_counter()
         if self.cache.is_cuda:
@@ -113,7 +121,7 @@ class Worker:
         """Announce an entry: from now on the consumer may wait for it."""
         self._counted.clear()
         until_s = time.monotonic() + RESERVE_S
-        while not (reserved := self.producer.reserve(self._plan(key, blocks))):
+        while not (reserved := self.producer.reserve(self._plan(key, blocks))).prompts:
             if time.monotonic() > until_s:
                 nbytes, reasons = self.shape.entry_bytes(blocks), ", ".join(sorted(self._counted))
                 raise TransferError(f"the producer's agent did not reserve {nbytes} bytes: {reasons}")
@@ -124,9 +132,11 @@ class Worker:
 
     def commit(self) -> float:
         """The reserved entry is complete; returns when that was said. Its bytes are what the pool holds."""
+        assert self._reserved is not None
         started_s = time.monotonic()
-        for prompt, _ in self._reserved:
-            self.client.commit([prompt.key], [self.producer.nbytes(prompt)])
+        for stored in self._reserved.prompts:
+            self.client.commit([stored.prompt.key], [self.producer.nbytes(stored.prompt)])
+        self.client.in_use.leave()
         return started_s
 
     def store(self) -> float:
@@ -135,7 +145,8 @@ class Worker:
         hidden = hidden.to(self.layout.device)
         self._synchronize()
         started_s = time.monotonic()
-        self.producer.store(self._reserved, hidden)
+        assert self._reserved is not None
+        self._reserved.finish(hidden)
         return started_s
 
     # --- consumer -----------------------------------------------------------------------------------------------------
@@ -153,8 +164,8 @@ class Worker:
         if selected.pools[0]:
             pool = self.client.peer_pool
             assert pool is not None and self.client.peer_pool_number == selected.pools[0]
-            kv, _ = self.consumer.entry(pool, selected.offsets[0], selected.nbytes[0])
-            self.layout.scatter(kv, self._block_ids(blocks), 0)
+            rows, _ = self.consumer.entry(pool, selected.offsets[0], selected.nbytes[0])
+            self.consumer.copies.fill(rows, self._block_ids(blocks))
             self._synchronize()
         ended_s = time.monotonic()
         self.client.release([raw_key], {})
@@ -208,19 +219,6 @@ class Worker:
         layers = self.cache.view(shape.layers, -1)
         words = BLOCK_TOKENS * shape.kv_heads * shape.head_size
         return KVLayout([layer.view(dtype).view(2, blocks, words) for layer in layers], 1)
-
-    @staticmethod
-    def _page_locks(device: str) -> PageLocks:
-        if device == "cpu":
-            return PageLocks()
-
-        def lock(pool: Pool) -> None:
-            runtime: Any = torch.cuda
-            code = int(runtime.cudart().cudaHostRegister(pool.address, pool.nbytes, 0))
-            if code != 0:
-                raise CouldNotCheckError(f"the pool cannot be page-locked: CUDA error {code}", fix="raise ulimit -l")
-
-        return PageLocks(lock)
 
     def _connect(self, role: Role) -> None:
         self._counted: set[str] = set()

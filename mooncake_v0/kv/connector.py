@@ -6,14 +6,17 @@ request: slower, never wrong. Failures of the agent are counted and logged once 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from array import array
+from dataclasses import dataclass
 from typing import Callable
 
 import torch
 
 from mooncake_v0.errors import AgentUnavailableError
+from mooncake_v0.kv.copies import copies_for
 from mooncake_v0.kv.layout import KVLayout
 from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan
 from mooncake_v0.transfer.agent_client import AgentClient
@@ -38,6 +41,7 @@ class Connector:
     ) -> None:
         self.client = client
         self.layout = layout
+        self.copies = copies_for(layout)
         self.hidden_size = hidden_size
         self.hidden_dtype = hidden_dtype
         self.hidden_bytes = hidden_size * torch.empty(0, dtype=hidden_dtype).element_size()
@@ -49,13 +53,18 @@ class Connector:
         return self.layout.nbytes(_num_blocks(prompt)) + self.hidden_bytes
 
     def entry(self, pool: Pool, offset: int, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """KV bytes (uint8) and hidden row ([hidden_size]) of an entry in a pool."""
-        whole = torch.frombuffer(pool.map, dtype=torch.uint8, count=nbytes, offset=offset)
-        return whole[: -self.hidden_bytes], whole[-self.hidden_bytes :].view(self.hidden_dtype)
+        """Rows of blocks (`KVLayout.rows`) and hidden row ([hidden_size]) of an entry in a pool."""
+        if pool.device is None:
+            whole = torch.frombuffer(pool.map, dtype=torch.uint8, count=nbytes, offset=offset)
+        else:
+            whole = pool.device.tensor[offset : offset + nbytes]
+        num_blocks = (nbytes - self.hidden_bytes) // self.layout.block_bytes
+        rows = self.layout.rows(whole[: -self.hidden_bytes], num_blocks)
+        return rows, whole[-self.hidden_bytes :].view(self.hidden_dtype)
 
     def block_ids(self, prompt: PromptPlan) -> torch.Tensor:
-        ids = torch.frombuffer(bytearray(prompt.block_ids), dtype=torch.int32)
-        return ids.to(self.layout.device, torch.int64)
+        """[num_blocks] int64, on the cache's device."""
+        return self.copies.block_ids(torch.frombuffer(bytearray(prompt.block_ids), dtype=torch.int32))
 
     def count(self, name: str, value: float = 1) -> None:
         self._counters[name] = self._counters.get(name, 0.0) + value
@@ -69,36 +78,93 @@ class Connector:
 class Producer(Connector):
     """Stores the KV of the prompts that a step computes."""
 
-    def reserve(self, plan: TransferPlan) -> list[tuple[PromptPlan, int]]:
-        """Before the forward: (prompt, offset) of those to store. The peer hears of them now."""
+    def reserve(self, plan: TransferPlan) -> StepStore:
+        """Before the forward: space for those of the plan's prompts that are to be stored. The peer hears of them now."""
         prompts = plan.prompts
         try:
             reserved = self.client.reserve([p.key for p in prompts], [self.nbytes(p) for p in prompts])
         except AgentUnavailableError as error:
             self.count("skipped_agent_unavailable", len(prompts))
             logger.debug("nothing stored: %s", error)
-            return []
+            return StepStore(self, [])
         for reason in reserved.reasons:
             self.count(f"skipped_{reason}" if reason else "reserved")
-        return [(prompt, offset) for prompt, offset in zip(prompts, reserved.offsets) if offset >= 0]
+        stored = [self._stored(prompt, offset) for prompt, offset in zip(prompts, reserved.offsets) if offset >= 0]
+        return StepStore(self, stored)
 
-    def store(self, reserved: list[tuple[PromptPlan, int]], hidden_states: torch.Tensor) -> None:
-        """After the forward: copy blocks and hidden rows into the pool. What is copied leaves while the rest follows."""
-        for prompt, offset in reserved:
-            nbytes = self.nbytes(prompt)
-            started = time.perf_counter()
-            kv, hidden = self.entry(self.client.pool, offset, nbytes)
-            hidden.copy_(hidden_states[prompt.hidden_row])
-            for ready_nbytes in self.layout.gather(self.block_ids(prompt), kv, GROUP_BYTES):
-                self.client.commit([prompt.key], [nbytes if ready_nbytes == len(kv) else ready_nbytes])
-            self.count("stored_prompts")
-            self.count("stored_tokens", prompt.num_tokens)
-            self.count("gather_seconds", time.perf_counter() - started)
-        self.client.release([], self.take_counters())
+    def _stored(self, prompt: PromptPlan, offset: int) -> StoredPrompt:
+        rows, hidden = self.entry(self.client.pool, offset, self.nbytes(prompt))
+        return StoredPrompt(prompt, self.block_ids(prompt), rows, hidden)
 
-    def abort(self, reserved: list[tuple[PromptPlan, int]]) -> None:
-        """The forward failed."""
-        self.client.abort([prompt.key for prompt, _ in reserved])
+
+@dataclass
+class StoredPrompt:
+    """A prompt on its way into the pool. planes: how many leading ones are copied, or will be before what follows."""
+
+    prompt: PromptPlan
+    block_ids: torch.Tensor
+    rows: torch.Tensor
+    hidden: torch.Tensor
+    planes: int = 0
+
+
+class StepStore:
+    """The prompts of one step on their way into the pool: layer by layer, then the hidden rows.
+
+    Made in the step, by `Producer.reserve`; ends with `finish` or `abort`. What is complete leaves for the peer while the
+    model computes the rest. The pool counts as in use until the last copy is done, which may be after the step.
+    """
+
+    def __init__(self, producer: Producer, prompts: list[StoredPrompt]) -> None:
+        self.prompts = prompts
+        self._producer = producer
+        self._client = producer.client
+        self._copies = producer.copies
+        self._planes = len(producer.layout.planes)
+        if prompts:
+            self._client.in_use.enter_again()
+
+    def layer_done(self, cache_address: int) -> None:
+        """The model has written the blocks of the layer whose cache begins there, and of those before it."""
+        end = self._producer.layout.planes_through.get(cache_address, 0)
+        for stored in self.prompts:
+            if (end - stored.planes) * _plane_bytes(stored) >= GROUP_BYTES and end < self._planes:
+                self._copy(stored, end)
+
+    def finish(self, hidden_states: torch.Tensor) -> None:
+        """After the forward. hidden_states: [rows of the batch, hidden_size]"""
+        for stored in self.prompts:
+            self._copies.keep(hidden_states[stored.prompt.hidden_row], stored.hidden)
+            self._copy(stored, self._planes)
+            self._producer.count("stored_prompts")
+            self._producer.count("stored_tokens", stored.prompt.num_tokens)
+        self._copies.merge()
+        self._client.release([], self._producer.take_counters())
+        if self.prompts:
+            self._copies.then(self._client.in_use.leave)
+
+    def abort(self) -> None:
+        """The forward failed, or its output is of no use."""
+        if self.prompts:
+            self._copies.wait()
+            self._client.abort([stored.prompt.key for stored in self.prompts])
+            self._client.in_use.leave()
+
+    def _copy(self, stored: StoredPrompt, end: int) -> None:
+        """Copy the planes up to `end`, some at a time; what has been copied leaves while the rest follows."""
+        started = time.perf_counter()
+        self._copies.branch_off()
+        group = max(1, GROUP_BYTES // _plane_bytes(stored))
+        while stored.planes < end:
+            part = slice(stored.planes, min(stored.planes + group, end))
+            self._copies.gather(stored.block_ids, stored.rows[part], part.start)
+            stored.planes = part.stop
+            if part.stop < self._planes:
+                ready_nbytes = part.stop * _plane_bytes(stored)
+            else:
+                ready_nbytes = self._producer.nbytes(stored.prompt)
+            self._copies.then(functools.partial(self._client.commit, [stored.prompt.key], [ready_nbytes]))
+        self._producer.count("gather_seconds", time.perf_counter() - started)
 
 
 class Consumer(Connector):
@@ -140,6 +206,7 @@ class Consumer(Connector):
                     self._count_recompute(plan, selected)
                     return None
                 hidden_states = self._fill(plan, selected)
+                self.copies.wait()  # before the entries are given back, or compared again
                 if where == MAPPED and not self._agree(self._is_unchanged(selected)):
                     self.count("miss_reused", len(plan.prompts))  # the forward pass overwrites what was copied
                     return None
@@ -198,9 +265,10 @@ class Consumer(Connector):
         for at, prompt in enumerate(plan.prompts):
             pool = self._pool(selected.pools[at])
             assert pool is not None, "checked before, and pools stay for the whole step"
-            kv, hidden = self.entry(pool, selected.offsets[at], selected.nbytes[at])
-            self.layout.scatter(kv, self.block_ids(prompt), prompt.first_missing)
-            hidden_states[prompt.hidden_row] = hidden.to(self.layout.device)
+            rows, hidden = self.entry(pool, selected.offsets[at], selected.nbytes[at])
+            first = prompt.first_missing
+            self.copies.fill(rows[:, first:], self.block_ids(prompt)[first:])
+            hidden_states[prompt.hidden_row].copy_(hidden, non_blocking=True)
         self.count("scatter_seconds", time.perf_counter() - started)
         return hidden_states
 
@@ -227,3 +295,7 @@ def pack_block_ids(block_table: list[int]) -> bytes:
 
 def _num_blocks(prompt: PromptPlan) -> int:
     return len(prompt.block_ids) // 4
+
+
+def _plane_bytes(stored: StoredPrompt) -> int:
+    return max(1, stored.rows[0].nbytes)

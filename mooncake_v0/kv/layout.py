@@ -14,7 +14,7 @@ keys of layer 1 and so on. An entry holds the selected rows of each plane, plane
 
 from __future__ import annotations
 
-from typing import Callable, Iterator, Sequence
+from typing import Callable, Sequence
 
 import torch
 
@@ -45,9 +45,11 @@ class KVLayout:
     def __init__(self, kv_caches: Sequence[torch.Tensor], block_dim: int) -> None:
         """kv_caches: one tensor per layer, contiguous; empty tensors (layers without attention) are skipped."""
         self.planes: list[torch.Tensor] = []
+        self.planes_through: dict[int, int] = {}  # address of a layer's cache → planes up to and with this layer
         for layer, cache in enumerate(kv_caches):
             if cache.numel():
                 self.planes += _planes(cache, block_dim, layer)
+                self.planes_through[cache.data_ptr()] = len(self.planes)
         if not self.planes:
             raise KVLayoutError("the KV cache is empty", fix="serve a model with attention layers")
         shapes = {tuple(plane.shape) for plane in self.planes}
@@ -62,47 +64,22 @@ class KVLayout:
         """Size of the KV part of an entry of so many blocks."""
         return num_blocks * self.block_bytes
 
-    def gather(self, block_ids: torch.Tensor, out: torch.Tensor, group_bytes: int) -> Iterator[int]:
-        """Copy blocks into an entry, in groups of planes. Same as ``for p, plane: out[p] = plane[block_ids]``.
+    def gather(self, block_ids: torch.Tensor, rows: torch.Tensor, start: int = 0) -> None:
+        """Copy blocks of the planes from `start` on. Same as ``rows[i] = planes[start + i][block_ids]`` for each row.
 
-        block_ids:   int64 [num_blocks_of_entry], on the cache's device
-        out:         uint8 [nbytes(num_blocks_of_entry)], contiguous, on the host
-        group_bytes: about so many at a time
-
-        Yields how many leading bytes of `out` are complete, after each group. Cost: one copy of out; on a GPU one gather
-        on the device before it.
+        block_ids: int64 [num_blocks]
+        rows:      [some planes, num_blocks, row_words]; both on the cache's device
         """
-        rows = self._rows(out, len(block_ids))
-        plane_bytes = max(1, len(block_ids) * self.row_bytes)
-        group = max(1, group_bytes // plane_bytes)
-        for start in range(0, len(self.planes), group):
-            part = rows[start : start + group]
-            on_device = (
-                part if self.device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype, device=self.device)
-            )
-            for plane, row in zip(self.planes[start : start + group], on_device):
-                torch.index_select(plane, 0, block_ids, out=row)
-            if on_device is not part:
-                part.copy_(on_device)
-            yield min(start + group, len(self.planes)) * plane_bytes
+        for plane, row in zip(self.planes[start:], rows):
+            torch.index_select(plane, 0, block_ids, out=row)
 
-    def scatter(self, entry: torch.Tensor, block_ids: torch.Tensor, first: int) -> None:
-        """Copy an entry's blocks from index `first` on into the cache.
+    def scatter(self, rows: torch.Tensor, block_ids: torch.Tensor, start: int = 0) -> None:
+        """The way back: ``planes[start + i][block_ids] = rows[i]`` for each row."""
+        for plane, row in zip(self.planes[start:], rows):
+            plane.index_copy_(0, block_ids, row)
 
-        Same as ``plane[block_ids[first:]] = entry[p][first:]`` for each plane.
-
-        entry:     uint8 [nbytes(num_blocks_of_entry)], contiguous, on the host
-        block_ids: int64 [num_blocks_of_entry], on the cache's device
-        """
-        rows = self._rows(entry, len(block_ids))[:, first:]
-        ids = block_ids[first:]
-        if self.device.type != "cpu":
-            rows = rows.to(self.device)
-        for plane, row in zip(self.planes, rows):
-            plane.index_copy_(0, ids, row)
-
-    def _rows(self, entry: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        """[planes, num_blocks, row_words] view of an entry."""
+    def rows(self, entry: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        """[planes, num_blocks, row_words] view of an entry's KV bytes (uint8, contiguous)."""
         if entry.dtype != torch.uint8 or entry.numel() != self.nbytes(num_blocks):
             raise KVLayoutError(
                 f"an entry of {entry.numel()} bytes ({entry.dtype}) does not hold {num_blocks} blocks of "
@@ -117,5 +94,13 @@ def _planes(cache: torch.Tensor, block_dim: int, layer: int) -> list[torch.Tenso
         raise KVLayoutError(f"the KV cache of layer {layer} is not contiguous: shape {tuple(cache.shape)}")
     parts = cache.flatten(0, block_dim - 1).unbind(0) if block_dim else (cache,)
     flat = [part.reshape(part.shape[0], -1).view(torch.uint8) for part in parts]
-    word = torch.int64 if flat[0].shape[1] % 8 == 0 else torch.uint8
+    word = _widest_word(flat[0].shape[1])
     return [part.view(word) for part in flat]
+
+
+def _widest_word(row_bytes: int) -> torch.dtype:
+    """The largest type that a row is made of; index operations move one element a thread, so wide ones are faster."""
+    for word in (torch.complex128, torch.int64):
+        if row_bytes % word.itemsize == 0:
+            return word
+    return torch.uint8

@@ -82,7 +82,8 @@ class Agent:
         self._talk = Conversation(settings, self.epoch, self._peer, self._poller, self)
         self._keeper = KeyKeeper(settings.config.metadata_server, self._record())
         self._engine = EngineThread(self._engine_opener())
-        self._hasher = Hasher(pool) if is_wanted(settings.checksum, settings.config.protocol) else None
+        is_checked = is_wanted(settings.checksum, settings.config.protocol) and not pool.on_device
+        self._hasher = Hasher(pool) if is_checked else None
         self._side: PrefillSide | DecodeSide
         self._pool_offer: PoolOffer | None = None
         self._peer_pool: PeerPoolMapping | None = None
@@ -95,7 +96,8 @@ class Agent:
             )
             self._side = PrefillSide(self._buffer, self._peer, pool, send=self._talk.send, hasher=self._hasher)
             if settings.transport != ENGINE:
-                self._pool_offer = self._talk.pool_offer = PoolOffer(pool)
+                handle = bytes.fromhex(settings.device_handle)
+                self._pool_offer = self._talk.pool_offer = PoolOffer(pool, handle)
         else:
             self._buffer = LookupBuffer(pool.nbytes, ttl_s=settings.ttl_s, clear=pool.clear)
             self._side = DecodeSide(
@@ -231,8 +233,9 @@ class Agent:
     def on_peer_up(self, theirs: Hello) -> None:
         self._pool.has_peer = True
         self._side.on_peer_up()
-        if self._peer_pool is not None and isinstance(theirs, Welcome):
-            self._peer_pool.connect(theirs.pool_socket, theirs.pool_nonce)
+        if self._peer_pool is not None and isinstance(self._side, DecodeSide) and isinstance(theirs, Welcome):
+            self._side.can_read = not theirs.pool_on_device
+            self._peer_pool.connect(theirs.pool_socket, theirs.pool_nonce, theirs.pool_on_device)
 
     def on_peer_down(self) -> None:
         self._pool.has_peer = False
@@ -285,7 +288,7 @@ class Agent:
         return engine_opener(
             settings,
             self._pool.address,
-            self._pool.nbytes,
+            self._pool.host_nbytes,
             check=self._check_before_start,
             open_gateway=None if engine_takes(config.metadata_server) else self._keeper.open_gateway,
             publish_check=lambda: check_descriptor(self._keeper.fetch_descriptor(), settings),
@@ -342,7 +345,7 @@ def main(argv: list[str]) -> int:
     worker.setblocking(False)
     events = socket.socket(fileno=events_fd)
     events.setblocking(False)
-    pool = Pool(pool_fd, settings.pool_nbytes)
+    pool = Pool(pool_fd, settings.pool_nbytes, on_device=bool(settings.device_handle))
     pool.map_pages()
     agent = Agent(settings, worker, events, pool)
     signal.signal(signal.SIGTERM, agent.stop)

@@ -22,10 +22,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import Callable, Iterator, Sequence, TypeVar
 
-from mooncake_v0.errors import AgentUnavailableError, ProtocolError
-from mooncake_v0.transfer.agent_settings import AgentSettings
+from mooncake_v0.errors import AgentUnavailableError, ProtocolError, TransferError
+from mooncake_v0.transfer.agent_settings import CUDA_IPC, AgentSettings
 from mooncake_v0.transfer.engine import check_engine_version, engine_environment
 from mooncake_v0.transfer.engine_thread import STARTING
+from mooncake_v0.transfer.in_use import InUse
 from mooncake_v0.transfer.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
@@ -46,7 +47,7 @@ from mooncake_v0.transfer.messages import (
     encode,
 )
 from mooncake_v0.transfer.peer import NO_PEER
-from mooncake_v0.transfer.pool import Pool
+from mooncake_v0.transfer.pool import DeviceMemory, Pool
 from mooncake_v0.transfer.worker_checks import decode_checked
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ _YOUNG_S = 20.0
 _STOP_S = 3.0
 _WATCH_S = 0.05
 _START_S = 60.0
+
 
 Answer = TypeVar("Answer", Reserved, Selected, Polled, WorkerStatus)
 
@@ -69,29 +71,45 @@ class PageLocks:
     unlock: Callable[[Pool], None] = lambda pool: None
 
 
+@dataclass(frozen=True)
+class DevicePools:
+    """Pools in the memory of the worker's GPU. allocate: nbytes → new memory; open: (handle, nbytes) → another process's."""
+
+    allocate: Callable[[int], DeviceMemory]
+    open: Callable[[bytes, int], DeviceMemory]
+
+
 class AgentClient:
     """start() once; close() at exit. The engine step's thread makes the calls, one at a time.
 
     pool: the worker's own; peer_pool: the peer's, mapped on the same host, and its number (None, 0: not mapped)
     """
 
-    def __init__(self, settings: AgentSettings, page_locks: PageLocks = PageLocks()) -> None:
+    def __init__(
+        self,
+        settings: AgentSettings,
+        page_locks: PageLocks = PageLocks(),
+        device_pools: DevicePools | None = None,
+    ) -> None:
         check_engine_version()
-        self.pool = Pool.create(settings.pool_nbytes)
+        self.pool = _create_pool(settings, device_pools)
         self.pool.allocate_pages()
         self.pool.map_pages()
-        page_locks.lock(self.pool)
+        if not self.pool.on_device:
+            page_locks.lock(self.pool)
         self.peer_pool: Pool | None = None
         self.peer_pool_number = 0
         self._page_locks = page_locks
+        self._device_pools = device_pools
         self._events: socket.socket | None = None
-        self.settings = replace(settings, pool_nbytes=self.pool.nbytes)
+        handle = self.pool.device.handle.hex() if self.pool.device else ""
+        self.settings = replace(settings, pool_nbytes=self.pool.nbytes, device_handle=handle)
         self.restarts = 0
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._calls = 0
         self._io_lock = threading.Lock()
-        self._step_lock = threading.Lock()
+        self.in_use = InUse()
         self._closing = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise, name="agent-supervisor", daemon=True)
 
@@ -115,8 +133,11 @@ class AgentClient:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Held while offsets in a pool are in use: no new agent is started, and no pool unmapped meanwhile."""
-        with self._step_lock:
+        self.in_use.enter()
+        try:
             yield
+        finally:
+            self.in_use.leave()
 
     def reserve(self, keys: Sequence[bytes], nbytes: Sequence[int]) -> Reserved:
         """Space for entries, per key an offset or -1 with the reason."""
@@ -239,7 +260,7 @@ class AgentClient:
         young_deaths = 0
         while not self._closing.is_set():
             started_s = time.monotonic()
-            with self._step_lock:
+            with self.in_use.by_nobody():
                 sock = self._spawn()
             self._watch(sock)
             self._drop_peer_pool()
@@ -319,24 +340,35 @@ class AgentClient:
         else:
             self._drop_peer_pool()
             try:
-                pool = Pool(fd, event.nbytes)
-            except (OSError, ValueError) as error:
+                pool = self._map_peer_pool(event, fd)
+            except (OSError, ValueError, TransferError) as error:
                 logger.warning("the peer's pool of %d bytes cannot be mapped: %s", event.nbytes, error)
                 os.close(fd)
                 self._tell(PeerPoolMapped(0))
                 return
-            pool.map_pages()
-            self._page_locks.lock(pool)
-        with self._step_lock:  # a step that copies looks its pool up by number more than once
+        with self.in_use.by_nobody():  # a step that copies looks its pool up by number more than once
             self.peer_pool, self.peer_pool_number = pool, event.number
         self._tell(PeerPoolMapped(event.number))
 
+    def _map_peer_pool(self, event: PeerPool, fd: int) -> Pool:
+        if event.device_handle:
+            if self._device_pools is None:
+                raise TransferError("it is device memory, and this worker has no GPU")
+            return Pool(
+                fd, event.nbytes, on_device=True, device=self._device_pools.open(event.device_handle, event.nbytes)
+            )
+        pool = Pool(fd, event.nbytes)
+        pool.map_pages()
+        self._page_locks.lock(pool)
+        return pool
+
     def _drop_peer_pool(self) -> None:
         """The mapping goes with the last view of it."""
-        with self._step_lock:
+        with self.in_use.by_nobody():
             pool, self.peer_pool, self.peer_pool_number = self.peer_pool, None, 0
         if pool is not None:
-            self._page_locks.unlock(pool)
+            if not pool.on_device:
+                self._page_locks.unlock(pool)
             pool.close()
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -361,3 +393,14 @@ class AgentClient:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             logger.warning("the transfer agent did not end within %.0f s and is killed", _STOP_S)
+
+
+def _create_pool(settings: AgentSettings, device_pools: DevicePools | None) -> Pool:
+    """Prefill's is device memory where that is asked for; decode's own never is, it takes what the engine brings."""
+    if settings.transport != CUDA_IPC or settings.role != "prefill":
+        return Pool.create(settings.pool_nbytes)
+    if device_pools is None:
+        raise TransferError(
+            "MOONCAKE_V0_TRANSPORT is cuda_ipc, and this worker has no GPU", fix="unset it, or set auto, engine or shm"
+        )
+    return Pool.create(settings.pool_nbytes, device_pools.allocate)

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 from mooncake_v0.config.model import Endpoint, MooncakeConfig, RankPorts, Role
 
-AUTO, ENGINE, SHM = "auto", "engine", "shm"
-TRANSPORTS = (AUTO, ENGINE, SHM)
+AUTO, ENGINE, SHM, CUDA_IPC = "auto", "engine", "shm", "cuda_ipc"
+TRANSPORTS = (AUTO, ENGINE, SHM, CUDA_IPC)
 ON, OFF = "on", "off"
 CHECKSUMS = (AUTO, ON, OFF)
 
@@ -19,7 +19,8 @@ class AgentSettings:
 
     fingerprint: what both sides' models must agree on
     transport:   AUTO maps the peer's pool where both sides are on one host, SHM also says so where it cannot, ENGINE never
-                 does
+                 does; CUDA_IPC has prefill's pool in device memory, for a decode on the same host, and nothing else
+    device_handle: of a pool in device memory, hexadecimal; empty for one in host memory
     checksum:    auto, on or off, see `transfer.checksums`
     """
 
@@ -35,6 +36,7 @@ class AgentSettings:
     api_url: str | None = None
     transport: str = AUTO
     checksum: str = AUTO
+    device_handle: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

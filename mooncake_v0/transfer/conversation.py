@@ -163,7 +163,9 @@ class Conversation:
 
     def _welcome(self) -> Welcome:
         name, nonce = (self.pool_offer.name, self.pool_offer.nonce) if self.pool_offer else ("", b"")
-        return Welcome(**msgspec.structs.asdict(self._hello()), pool_socket=name, pool_nonce=nonce)
+        on_device = bool(self._settings.device_handle)
+        hello = msgspec.structs.asdict(self._hello())
+        return Welcome(**hello, pool_socket=name, pool_nonce=nonce, pool_on_device=on_device)
 
     def _greet(self, identity: bytes | None, theirs: Hello, is_ready: bool) -> None:
         """Prefill answers a Hello with Welcome or Refused; decode takes the Welcome."""

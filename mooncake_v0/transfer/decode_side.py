@@ -52,6 +52,7 @@ LATE = "late"  # reasons in Selected
 UNKNOWN = "unknown"
 FAILED = "failed"
 CORRUPT = "corrupt"
+NOT_MAPPED = "not_mapped"
 
 
 @dataclass
@@ -113,6 +114,7 @@ class DecodeSide:
         self._waiters: list[Waiter] = []
         self._pinned: dict[bytes, list[Entry]] = {}  # by the worker
         self.mapped = MappedEntries(buffer.counters)
+        self.can_read = True  # the peer's pool, with the engine
         self.quarantined_bytes = 0
 
     # --- the worker ---------------------------------------------------------------------------------------------------
@@ -211,7 +213,9 @@ class DecodeSide:
     def on_peer(self, message: PeerMessage) -> None:
         now_s = time.monotonic()
         if isinstance(message, Announce):
-            if not self._is_mapped(message.key):
+            if not self._is_mapped(message.key) and not self.can_read:
+                self._close_key(message.key, NOT_MAPPED)
+            elif not self._is_mapped(message.key):
                 self._expect(message.key, message.nbytes, now_s)
             else:
                 self._queries.pop(message.key, None)
@@ -291,6 +295,10 @@ class DecodeSide:
         held = self._buffer.get(offer.key)
         if held is not None and held.state == HELD:
             self._send(ReadDone(offer.key, offer.generation))
+            return
+        if not self.can_read:
+            self._send(ReadFailed(offer.key, offer.generation))
+            self._close_key(offer.key, NOT_MAPPED)
             return
         transfer = self._expect(offer.key, offer.nbytes, now_s)
         if transfer is None or transfer.entry.nbytes != offer.nbytes:

@@ -28,7 +28,7 @@ import msgspec
 
 from mooncake_v0.errors import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 KEY_BYTES = 16
 MAX_MESSAGE_BYTES = 256 * 1024
 MAX_KEYS = 4096
@@ -56,10 +56,12 @@ class Welcome(Hello, frozen=True):
 
     pool_socket: abstract Unix socket that hands out its pool to this host; empty where it does not
     pool_nonce:  what the pool's nonce must be
+    pool_on_device: whether it is device memory, which the engine cannot read
     """
 
     pool_socket: str = ""
     pool_nonce: bytes = b""
+    pool_on_device: bool = False
 
 
 class Refused(Message, frozen=True):
@@ -139,7 +141,8 @@ class StatusRequest(Message, frozen=True):
 class Status(Message, frozen=True):
     """One agent's state, for `mooncake-v0 status`, the demo and the tests.
 
-    transport: how entries come to decode: "engine", "shm" (the peer's pool is mapped), "" while that is not settled
+    transport: how entries come to decode: "engine", "shm" (the peer's pool is mapped), "cuda_ipc" (so is its device
+               memory), "none" (that cannot be had here), "" while that is not settled
     """
 
     role: str
@@ -233,10 +236,14 @@ class Release(Message, frozen=True):
 
 
 class PeerPool(Message, frozen=True):
-    """Agent to worker, with a descriptor: map this pool of the peer. number 0, without one: unmap it."""
+    """Agent to worker, with a descriptor: map this pool of the peer. number 0, without one: unmap it.
+
+    device_handle: of a pool in device memory
+    """
 
     number: int
     nbytes: int
+    device_handle: bytes = b""
 
 
 class PeerPoolMapped(Message, frozen=True):

@@ -2,7 +2,8 @@
 
 The worker creates it and hands the descriptor to each agent that it starts, so that the memory, its page locks and the
 worker's views survive a restart of the agent. A memfd is not bounded by a container's 64 MiB /dev/shm and vanishes with
-the last process that holds it.
+the last process that holds it. A pool in device memory (`DeviceMemory`, of the worker) is there for two instances on one
+host; its memfd holds one page that the engine is given in its place, and what follows.
 
 Behind the pool's own bytes lies a page with a nonce and the word of the agent whether it has a peer (without one the worker
 need not ask it anything), and a table with one cell for each page of the pool: the generation
@@ -18,6 +19,7 @@ import fcntl
 import mmap
 import os
 from pathlib import Path
+from typing import Any, Callable, Protocol
 
 from mooncake_v0.errors import TransferError
 
@@ -27,61 +29,85 @@ _CELL_BYTES = 8
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.9 has no name for it
 
 
-class Pool:
-    """A mapping of the shared pool; `address` is valid in this process only."""
+class DeviceMemory(Protocol):
+    """Memory of a GPU that processes on this host can share. handle: what another one opens it by."""
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    handle: bytes
+    tensor: Any  # uint8 [nbytes]
+
+    def close(self) -> None: ...
+
+
+class Pool:
+    """A mapping of the shared pool; `address` is valid in this process only.
+
+    nbytes:      what entries are laid out in
+    host_nbytes: of these in host memory, from `address` on: all of them, or one page that nothing is written to
+    device:      the memory itself where it is a GPU's, in a worker; its agent has no access to it
+    """
+
+    def __init__(self, fd: int, nbytes: int, *, on_device: bool = False, device: DeviceMemory | None = None) -> None:
         self.fd = fd
         self.nbytes = nbytes
-        self.map = mmap.mmap(fd, shared_nbytes(nbytes))
-        self._anchor = (ctypes.c_char * nbytes).from_buffer(self.map)
+        self.on_device = on_device
+        self.device = device
+        self.host_nbytes = _host_nbytes(nbytes, on_device)
+        self.map = mmap.mmap(fd, shared_nbytes(nbytes, on_device))
+        self._anchor = (ctypes.c_char * self.host_nbytes).from_buffer(self.map)
         self.address = ctypes.addressof(self._anchor)
-        self._cells = memoryview(self.map)[nbytes + ALIGNMENT_BYTES :].cast("Q")
+        self._cells = memoryview(self.map)[self.host_nbytes + ALIGNMENT_BYTES :].cast("Q")
 
     @classmethod
-    def create(cls, nbytes: int) -> Pool:
-        """Make a new pool of nbytes, rounded down to whole pages. Its memory is not touched yet."""
+    def create(cls, nbytes: int, allocate: Callable[[int], DeviceMemory] | None = None) -> Pool:
+        """Make a new pool of nbytes, rounded down to whole pages. Host memory is not touched yet.
+
+        allocate: makes its memory on a GPU; without it the pool is in host memory
+        """
         nbytes = max(1, nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        check_memory(nbytes)
+        device = None if allocate is None else allocate(nbytes)
+        on_device = device is not None
+        check_memory(_host_nbytes(nbytes, on_device))
         fd = os.memfd_create("mooncake-v0-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, shared_nbytes(nbytes))
+        os.ftruncate(fd, shared_nbytes(nbytes, on_device))
         # another process that maps it must never meet a missing page, which would end it with SIGBUS
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-        return cls(fd, nbytes)
+        return cls(fd, nbytes, on_device=on_device, device=device)
 
     def allocate_pages(self) -> None:
         """Have the kernel allocate every page now: the first touch of a page costs more than copying into it."""
         try:
-            os.posix_fallocate(self.fd, 0, shared_nbytes(self.nbytes))
+            os.posix_fallocate(self.fd, 0, len(self.map))
         except OSError as error:
             raise TransferError(
-                f"cannot allocate the pool of {self.nbytes} bytes: {error.strerror}",
+                f"cannot allocate the pool of {self.host_nbytes} bytes: {error.strerror}",
                 fix="lower kv_buffer_size or give the host or container more memory",
             ) from error
 
     def map_pages(self) -> None:
         """Fill this process's page table for the pool, where the kernel can do it in one call."""
         libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), _MADV_POPULATE_WRITE)
+        libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.host_nbytes), _MADV_POPULATE_WRITE)
 
     def clear(self, offset: int, nbytes: int) -> None:
-        ctypes.memset(self.address + offset, 0, nbytes)
+        """Set bytes to zero; those of a GPU are out of reach of an agent, and of the engine's port."""
+        if not self.on_device:
+            ctypes.memset(self.address + offset, 0, nbytes)
 
     @property
     def nonce(self) -> bytes:
-        return bytes(self.map[self.nbytes : self.nbytes + NONCE_BYTES])
+        return bytes(self.map[self.host_nbytes : self.host_nbytes + NONCE_BYTES])
 
     @nonce.setter
     def nonce(self, value: bytes) -> None:
-        self.map[self.nbytes : self.nbytes + NONCE_BYTES] = value
+        self.map[self.host_nbytes : self.host_nbytes + NONCE_BYTES] = value
 
     @property
     def has_peer(self) -> bool:
-        return self.map[self.nbytes + NONCE_BYTES] != 0
+        return self.map[self.host_nbytes + NONCE_BYTES] != 0
 
     @has_peer.setter
     def has_peer(self, value: bool) -> None:
-        self.map[self.nbytes + NONCE_BYTES] = int(value)
+        self.map[self.host_nbytes + NONCE_BYTES] = int(value)
 
     def generation_at(self, offset: int) -> int:
         """Generation of the complete entry that begins at this offset; 0 where none does."""
@@ -96,14 +122,20 @@ class Pool:
         self._cells[:] = memoryview(bytes(self._cells.nbytes)).cast("Q")
 
     def close(self) -> None:
-        """Close the descriptor; the mapping itself lives as long as views of it do."""
+        """Close the descriptor and device memory; the mapping itself lives as long as views of it do."""
         os.close(self.fd)
+        if self.device is not None:
+            self.device.close()
 
 
-def shared_nbytes(nbytes: int) -> int:
+def shared_nbytes(nbytes: int, on_device: bool = False) -> int:
     """Size of the memfd of a pool of nbytes (whole pages): the pool, the nonce's page, the table in whole pages."""
     table = nbytes // ALIGNMENT_BYTES * _CELL_BYTES
-    return nbytes + ALIGNMENT_BYTES + -(-table // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return _host_nbytes(nbytes, on_device) + ALIGNMENT_BYTES + -(-table // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _host_nbytes(nbytes: int, on_device: bool) -> int:
+    return ALIGNMENT_BYTES if on_device else nbytes
 
 
 def check_memory(nbytes: int) -> None:

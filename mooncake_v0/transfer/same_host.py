@@ -20,17 +20,19 @@ from mooncake_v0.transfer.pool import ALIGNMENT_BYTES, NONCE_BYTES, Pool, shared
 
 FETCH_TIMEOUT_S = 2.0
 _BACKLOG = 16
-_OFFER = struct.Struct("<QQ")  # address of the pool in prefill's agent, size
+HANDLE_BYTES = 64  # of a CUDA IPC handle (CU_IPC_HANDLE_SIZE)
+_OFFER = struct.Struct(f"<QQ{HANDLE_BYTES}s")  # address of the pool in prefill's agent, size, handle or zeros
 _CREDENTIALS = struct.Struct("3i")
 
 
 class PoolOffer:
-    """Prefill's side: a listener that the agent's loop serves."""
+    """Prefill's side: a listener that the agent's loop serves. device_handle: of a pool in device memory."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, device_handle: bytes = b"") -> None:
         self.name = f"mooncake-v0-pool-{os.urandom(8).hex()}"
         self.nonce = pool.nonce = os.urandom(NONCE_BYTES)
         self._pool = pool
+        self._device_handle = device_handle
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.setblocking(False)
         self.listener.bind(b"\0" + self.name.encode())
@@ -44,7 +46,7 @@ class PoolOffer:
                 with connection, contextlib.suppress(OSError):
                     connection.setblocking(False)
                     if _user_of(connection) == os.geteuid():
-                        offer = _OFFER.pack(self._pool.address, self._pool.nbytes)
+                        offer = _OFFER.pack(self._pool.address, self._pool.nbytes, self._device_handle)
                         socket.send_fds(connection, [offer], [self._pool.fd])
 
     def close(self) -> None:
@@ -53,11 +55,15 @@ class PoolOffer:
 
 @dataclass(frozen=True)
 class FetchedPool:
-    """A peer's pool as decode got it. address: where it lies in prefill's agent, to which the peer's offers refer."""
+    """A peer's pool as decode got it. address: where it lies in prefill's agent, to which the peer's offers refer.
+
+    device_handle: empty for a pool in host memory
+    """
 
     fd: int
     nbytes: int
     address: int
+    device_handle: bytes = b""
 
     def close(self) -> None:
         os.close(self.fd)
@@ -69,7 +75,7 @@ def fetch_pool(name: str, nonce: bytes) -> FetchedPool:
         connection.settimeout(FETCH_TIMEOUT_S)
         try:
             connection.connect(b"\0" + name.encode())
-            data, descriptors, _, _ = socket.recv_fds(connection, 64, 1)
+            data, descriptors, _, _ = socket.recv_fds(connection, _OFFER.size, 1)
         except OSError as error:
             raise TransferError(f"the peer's pool is not to be had on this host: {error}") from error
     if not descriptors:
@@ -82,14 +88,15 @@ def fetch_pool(name: str, nonce: bytes) -> FetchedPool:
 
 
 def _checked(data: bytes, fd: int, nonce: bytes) -> FetchedPool:
-    address, nbytes = _OFFER.unpack(data)
-    if nbytes % ALIGNMENT_BYTES or os.fstat(fd).st_size != shared_nbytes(nbytes):
+    address, nbytes, handle = _OFFER.unpack(data)
+    on_device = any(handle)
+    if nbytes % ALIGNMENT_BYTES or os.fstat(fd).st_size != shared_nbytes(nbytes, on_device):
         raise TransferError(f"{nbytes} bytes are announced, the file has {os.fstat(fd).st_size}")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise TransferError("it could be made smaller while it is in use")
-    if Pool(fd, nbytes).nonce != nonce:
+    if Pool(fd, nbytes, on_device=on_device).nonce != nonce:
         raise TransferError("it has another nonce")
-    return FetchedPool(fd, nbytes, address)
+    return FetchedPool(fd, nbytes, address, handle if on_device else b"")
 
 
 def _user_of(connection: socket.socket) -> int:

@@ -20,6 +20,7 @@ from mooncake_v0.transfer.messages import (
     WorkerMessage,
     decode_worker,
 )
+from mooncake_v0.transfer.same_host import HANDLE_BYTES
 
 MAX_WAIT_S = 86_400.0
 MAX_COUNTERS = 256
@@ -49,6 +50,8 @@ def _problem(message: WorkerMessage) -> str:
     sizes = [message.nbytes] if isinstance(message, PeerPool) else rows.get("nbytes", [])
     if not all(least <= size < _MAX_NBYTES for size in (*sizes, *rows.get("ready_nbytes", ()))):
         return "a size that no entry has"
+    if isinstance(message, PeerPool) and len(message.device_handle) not in (0, HANDLE_BYTES):
+        return f"a handle of {len(message.device_handle)} bytes"
     if any(offset < -1 for offset in rows.get("offsets", ())):
         return "a negative offset"
     if isinstance(message, (Select, Poll)) and not 0 <= message.wait_s <= MAX_WAIT_S:

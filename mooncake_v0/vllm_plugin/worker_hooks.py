@@ -22,8 +22,10 @@ from typing import Any, Callable, Sequence
 import torch
 
 from mooncake_v0.errors import KVLayoutError, MooncakeV0Error
-from mooncake_v0.kv.connector import MISSING, Consumer, Producer, pack_block_ids
+from mooncake_v0.kv.connector import MISSING, Consumer, Producer, StepStore, pack_block_ids
+from mooncake_v0.kv.cuda_memory import device_pools
 from mooncake_v0.kv.layout import KVLayout, find_block_dim
+from mooncake_v0.kv.page_locks import page_locks
 from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan, content_key, decode_plan, encode_plan
 from mooncake_v0.transfer.agent_client import AgentClient
 from mooncake_v0.transfer.agent_settings import CHECKSUMS, TRANSPORTS, AgentSettings
@@ -32,7 +34,6 @@ from mooncake_v0.vllm_plugin.fingerprint import adapter_identity, model_fingerpr
 from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig
 from mooncake_v0.vllm_plugin.metrics import WorkerMetrics
-from mooncake_v0.vllm_plugin.page_locks import page_locks
 from mooncake_v0.vllm_plugin.parking import ParkingLot
 from mooncake_v0.vllm_plugin.plugin_logging import set_up_logging
 from mooncake_v0.vllm_plugin.wrapping import call_after, wrap_once
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 _BROADCAST_KEY = "mooncake_v0_plan"
 DEFAULT_WAIT_S = 2.0
 _AGENT_START_S = 10.0
+_KV_CACHE_ARGUMENT = 3  # of Attention.forward: query, key, value, kv_cache, attn_metadata
 _STEP_WAIT_S = 0.25  # for ranks that lag behind the driver's, which was asked before
 DEFAULT_TTL_S = 480.0  # as V1's VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
 
@@ -96,6 +98,7 @@ class WorkerTransfer:
         self.consumer: Consumer | None = None
         self._fingerprint = b""
         self._plan: TransferPlan | None = None
+        self._store: StepStore | None = None  # of the forward pass under way
         self._agree = _group_agreement(vllm_config.parallel_config.tensor_parallel_size)
 
     def install(self) -> None:
@@ -111,8 +114,20 @@ class WorkerTransfer:
     # --- start --------------------------------------------------------------------------------------------------------
 
     def _hook_model(self) -> None:
+        from vllm.attention import Attention
+
         model = self.worker.model_runner.model
         model.forward = self._forward(model.forward)
+        if self.config.is_producer:
+            for module in model.modules():
+                if isinstance(module, Attention):
+                    module.register_forward_hook(self._layer_done, with_kwargs=True)
+
+    def _layer_done(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """After each layer's attention, which writes the layer's blocks (attention/layer.py, Attention.forward)."""
+        if self._store is not None:
+            cache = args[_KV_CACHE_ARGUMENT] if len(args) > _KV_CACHE_ARGUMENT else kwargs["kv_cache"]
+            self._store.layer_done(cache.data_ptr())
 
     def _start(self) -> None:
         """The cache exists: start the agent. Whatever fails here, the instance serves alone and says why."""
@@ -151,6 +166,7 @@ class WorkerTransfer:
                 checksum=choice("MOONCAKE_V0_CHECKSUM", CHECKSUMS),
             ),
             page_locks(layout.device),
+            device_pools(layout.device),
         )
         self._make_connector(self.client, layout, model_config)
         self.client.start()
@@ -172,10 +188,11 @@ class WorkerTransfer:
                 agree=self._agree,
             )
         logger.info(
-            "KV transfer as %s: %d bytes of KV a block, buffer of %d bytes in host memory",
+            "KV transfer as %s: %d bytes of KV a block, buffer of %d bytes in %s memory",
             self.config.kv_role,
             layout.block_bytes,
             client.pool.nbytes,
+            "device" if client.pool.on_device else "host",
         )
 
     def attach_scheduler(self, scheduler: Any) -> None:
@@ -287,22 +304,24 @@ class WorkerTransfer:
         self, producer: Producer, plan: TransferPlan, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         with producer.client.step():
-            reserved = producer.reserve(plan)
+            store = self._store = producer.reserve(plan)
             try:
                 hidden_states = original(*args, **kwargs)
             except BaseException:
-                producer.abort(reserved)
+                store.abort()
                 raise
+            finally:
+                self._store = None
             if hidden_states.shape[1:] == (producer.hidden_size,) and hidden_states.dtype == producer.hidden_dtype:
-                producer.store(reserved, hidden_states)
+                store.finish(hidden_states)
             else:
-                self._refuse_output(producer, reserved, hidden_states)
+                self._refuse_output(producer, store, hidden_states)
         return hidden_states
 
-    def _refuse_output(self, producer: Producer, reserved: list[tuple[PromptPlan, int]], output: torch.Tensor) -> None:
+    def _refuse_output(self, producer: Producer, store: StepStore, output: torch.Tensor) -> None:
         """The model returns something else than one row of the expected size for each token: it computes alone."""
-        producer.abort(reserved)
-        producer.count("skipped_model_output", len(reserved))
+        store.abort()
+        producer.count("skipped_model_output", len(store.prompts))
         self.producer = None
         logger.error(
             "no KV transfer: the model returns %s of %s, not rows of %d %s",

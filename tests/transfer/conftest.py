@@ -109,20 +109,21 @@ MakeAgents = Callable[..., Agents]
 def make_agents(metadata_url: str) -> Iterator[MakeAgents]:
     """make_agents(decode={…}, prefill={…}): two started agents whose settings may differ; ended afterwards.
 
-    Entries move through the engine unless transport="auto" is given.
+    Entries move through the engine unless transport="auto" is given. device_pools: of prefill and of decode.
     """
     started: list[AgentClient] = []
 
     def make(*, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **both: Any) -> Agents:
         base = find_free_range(150)
         url = both.pop("metadata_url", metadata_url)
+        pools = both.pop("device_pools", (None, None))
         config = MooncakeConfig(Endpoint("127.0.0.1", base), Endpoint("127.0.0.1", base + 100), url, "tcp")
         common: dict[str, Any] = {"config": config, "fingerprint": {"model": "m"}, "pool_nbytes": POOL_BYTES}
         common.update({"transport": ENGINE, **both})
         clients = []
-        for role, changes in (("prefill", prefill), ("decode", decode)):
+        for role, changes, device_pools in (("prefill", prefill, pools[0]), ("decode", decode, pools[1])):
             settings = AgentSettings(role=role, rank=0, tp_size=1, **common)  # type: ignore[arg-type]
-            clients.append(AgentClient(replace(settings, **(changes or {}))))
+            clients.append(AgentClient(replace(settings, **(changes or {})), device_pools=device_pools))
             started.append(clients[-1])
             clients[-1].start()
         return Agents(*clients)

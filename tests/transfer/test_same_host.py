@@ -123,9 +123,9 @@ def test_entry_that_is_reused_during_the_copy_is_computed_again(
     assert set(layout.planes[0][:40].view(torch.uint8).unique().tolist()) == {3}
     scatter = layout.scatter
 
-    def slow_scatter(entry: torch.Tensor, block_ids: torch.Tensor, first: int) -> None:
+    def slow_scatter(rows: torch.Tensor, block_ids: torch.Tensor) -> None:
         """Prefill gives the region to another entry while decode copies it."""
-        scatter(entry, block_ids, first)
+        scatter(rows, block_ids)
         wait_until(lambda: mapped.store(2, 40 * MIB, fill=9) in ("", "exists"))
 
     monkeypatch.setattr(layout, "scatter", slow_scatter)

@@ -116,8 +116,8 @@ def test_blocks_arrive_where_the_other_side_wants_them(backend: str, dtype: torc
     out_layout, in_layout = KVLayout(source, dim), KVLayout(target, dim)
     entry = torch.zeros(out_layout.nbytes(3), dtype=torch.uint8)
 
-    list(out_layout.gather(src_ids, entry, 1 << 20))
-    in_layout.scatter(entry, dst_ids, first=0)
+    out_layout.gather(src_ids, out_layout.rows(entry, 3))
+    in_layout.scatter(in_layout.rows(entry, 3), dst_ids)
 
     for before, after, origin in zip(untouched, target, source):
         assert torch.equal(after.index_select(dim, dst_ids), origin.index_select(dim, src_ids))
@@ -125,20 +125,36 @@ def test_blocks_arrive_where_the_other_side_wants_them(backend: str, dtype: torc
         assert torch.equal(after.index_select(dim, others), before.index_select(dim, others))
 
 
-@pytest.mark.parametrize("planes", [1, 2, 4, 100])
-def test_what_is_said_to_be_complete_is_complete(planes: int) -> None:
-    layout = KVLayout(make_caches(BACKENDS["FlashAttention"][0], torch.float16, 1), 1)
-    ids = torch.tensor([7, 0, 11])
+def test_planes_can_be_copied_some_at_a_time() -> None:
+    source, target = (make_caches(BACKENDS["FlashAttention"][0], torch.float16, seed) for seed in (1, 2))
+    layout, ids = KVLayout(source, 1), torch.tensor([7, 0, 11])
     whole, entry = (torch.zeros(layout.nbytes(3), dtype=torch.uint8) for _ in range(2))
-    list(layout.gather(ids, whole, 1 << 30))
-    plane_bytes = 3 * layout.row_bytes
+    layout.gather(ids, layout.rows(whole, 3))
+    rows = layout.rows(entry, 3)
 
-    for number, ready in enumerate(layout.gather(ids, entry, planes * plane_bytes), start=1):
-        assert ready == min(number * planes, len(layout.planes)) * plane_bytes
-        assert torch.equal(entry[:ready], whole[:ready])
-        assert not entry[ready:].any()
+    for start in range(0, len(rows), 2):
+        layout.gather(ids, rows[start : start + 2], start)
+        assert torch.equal(rows[: start + 2], layout.rows(whole, 3)[: start + 2])
+        assert not rows[start + 2 :].view(torch.uint8).any()
 
-    assert ready == len(entry)
+    for start in range(0, len(rows), 2):
+        KVLayout(target, 1).scatter(rows[start : start + 2], ids, start)
+    assert all(torch.equal(one[:, ids], other[:, ids]) for one, other in zip(source, target))
+
+
+def test_a_layer_is_known_by_the_address_of_its_cache() -> None:
+    caches = make_caches(BACKENDS["FlashAttention"][0], torch.float16, 1)
+    layout = KVLayout([caches[0], torch.empty(0), caches[1]], 1)
+
+    assert layout.planes_through == {caches[0].data_ptr(): 2, caches[1].data_ptr(): 4}
+
+
+@pytest.mark.parametrize(("head_size", "word"), [(64, torch.complex128), (1, torch.uint8)])
+def test_rows_are_moved_in_the_widest_words_that_they_are_made_of(head_size: int, word: torch.dtype) -> None:
+    assert (
+        KVLayout([torch.zeros(2, 5, 16, 1, head_size, dtype=torch.uint8)[:, :, :3].contiguous()], 1).planes[0].dtype
+        == word
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -148,9 +164,10 @@ def test_blocks_that_the_prefix_cache_holds_are_not_written(backend: str) -> Non
     held = target[0].index_select(dim, torch.tensor([2])).clone()
     out_layout = KVLayout(source, dim)
     entry = torch.zeros(out_layout.nbytes(3), dtype=torch.uint8)
-    list(out_layout.gather(torch.tensor([7, 0, 11]), entry, 1 << 20))
+    rows = out_layout.rows(entry, 3)
+    out_layout.gather(torch.tensor([7, 0, 11]), rows)
 
-    KVLayout(target, dim).scatter(entry, torch.tensor([2, 9, 4]), first=1)
+    KVLayout(target, dim).scatter(rows[:, 1:], torch.tensor([9, 4]))
 
     assert torch.equal(target[0].index_select(dim, torch.tensor([2])), held)
     wanted = source[0].index_select(dim, torch.tensor([0, 11]))
@@ -161,7 +178,7 @@ def test_an_entry_of_the_wrong_size_is_refused() -> None:
     layout = KVLayout(make_caches(BACKENDS["FlashInfer"][0], torch.float16, 1), 0)
 
     with pytest.raises(KVLayoutError, match="does not hold 2 blocks"):
-        layout.scatter(torch.zeros(layout.nbytes(3), dtype=torch.uint8), torch.tensor([1, 2]), first=0)
+        layout.rows(torch.zeros(layout.nbytes(3), dtype=torch.uint8), 2)
 
 
 def test_layers_without_attention_are_skipped_and_unequal_layers_refused() -> None:

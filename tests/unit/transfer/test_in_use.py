@@ -1,0 +1,60 @@
+"""Who uses a pool, and who waits for them."""
+
+from __future__ import annotations
+
+import threading
+
+from mooncake_v0.transfer.in_use import InUse
+
+WAIT_S = 20.0
+
+
+def test_supervisor_waits_for_every_user_and_keeps_newcomers_out() -> None:
+    in_use, alone, done, entered = InUse(), threading.Event(), threading.Event(), threading.Event()
+
+    def supervise() -> None:
+        with in_use.by_nobody():
+            alone.set()
+            done.wait(WAIT_S)
+
+    def come_late() -> None:
+        alone.wait(WAIT_S)
+        in_use.enter()
+        entered.set()
+
+    in_use.enter()
+    threads = [threading.Thread(target=supervise), threading.Thread(target=come_late)]
+    for thread in threads:
+        thread.start()
+    in_use.enter_again()  # for a copy that outlasts the step
+    in_use.leave()
+    assert not alone.wait(0.05)
+
+    in_use.leave()
+
+    assert alone.wait(WAIT_S) and not entered.wait(0.05)
+    done.set()
+    assert entered.wait(WAIT_S)
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+def test_user_who_stays_does_not_wait_for_one_who_waits_for_him() -> None:
+    in_use, alone = InUse(), threading.Event()
+
+    def supervise() -> None:
+        with in_use.by_nobody():
+            alone.set()
+
+    in_use.enter()
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    while not in_use._closed:
+        pass
+
+    in_use.enter_again()
+    in_use.leave()
+    in_use.leave()
+
+    assert alone.wait(WAIT_S)
+    thread.join(WAIT_S)
