@@ -113,6 +113,15 @@ class Client:
         self.max_tokens = card.get("max_model_len")
 
 
+def complete(answer: Answer, client: Client) -> Answer:
+    """An answer that came to its end. Raises CouldNotCheckError for another one."""
+    if answer.error:
+        raise CouldNotCheckError(
+            f"{client.url} did not complete a request: {answer.error}", fix="see the server's log; a longer --timeout"
+        )
+    return answer
+
+
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 

@@ -14,7 +14,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, Callable, Sequence
 
-from mooncake_v0.bench.client import Answer, Client, Prompt
+from mooncake_v0.bench.client import Answer, Client, Prompt, complete
+from mooncake_v0.bench.pace import STREAM_PROMPT_TOKENS, STREAMS, Pace, measure_side
 from mooncake_v0.bench.serve_report import SweepPoint, sweep_point
 from mooncake_v0.errors import CouldNotCheckError
 
@@ -22,13 +23,17 @@ DEFAULT_PROMPT_TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 DEFAULT_RATES = (0.5, 1.0, 2.0)
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 499  # in every vocabulary, and none of the special tokens at its start
 _WARM_UP_REQUESTS = 2
+PACE_OUTPUT_TOKENS = 512
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """prompt_tokens None: the default lengths, as far as the model takes them. rates: requests a second, may be empty."""
+    """prompt_tokens None: the default lengths, as far as the model takes them. rates: requests a second, may be empty.
+
+    pace_prompt_tokens: of the prompts that arrive while others decode; None leaves that out
+    """
 
     proxy_url: str
     plain_url: str
@@ -41,12 +46,14 @@ class ServeOptions:
     seed: int
     timeout_s: float = 300.0
     api_key: str | None = None
+    pace_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Sweeps:
     prompt_sweep: tuple[SweepPoint, ...]
     rate_sweep: tuple[SweepPoint, ...]
+    pace: Pace | None
     run: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -59,6 +66,7 @@ async def measure(options: ServeOptions, progress: Progress) -> Sweeps:
         bench = ServeBench(options, proxy, plain, progress, len(lengths))
         prompt_sweep = [await bench.measure_length(tokens) for tokens in lengths]
         rate_sweep = [await bench.measure_rate(rate) for rate in options.rates]
+        pace = await bench.measure_pace() if options.pace_prompt_tokens else None
         progress("done", bench.steps, bench.steps)
         run = {
             "model": plain.model,
@@ -69,14 +77,14 @@ async def measure(options: ServeOptions, progress: Progress) -> Sweeps:
             "cpus": len(os.sched_getaffinity(0)),
             "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-    return Sweeps(tuple(prompt_sweep), tuple(rate_sweep), run, tuple(notes))
+    return Sweeps(tuple(prompt_sweep), tuple(rate_sweep), pace, run, tuple(notes))
 
 
 class ServeBench:
-    """Asks both sides the same; `measure_length` and `measure_rate` give one point each."""
+    """Asks both sides the same; `measure_length` and `measure_rate` give one point each, `measure_pace` another figure."""
 
     def __init__(self, options: ServeOptions, proxy: Client, plain: Client, progress: Progress, lengths: int) -> None:
-        self.steps = lengths * options.requests + len(options.rates) * 4
+        self.steps = lengths * options.requests + len(options.rates) * 4 + 2 * bool(options.pace_prompt_tokens)
         self._options = options
         self._sides = (proxy, plain)
         self._random = random.Random(options.seed)
@@ -91,7 +99,7 @@ class ServeBench:
             self._step(f"{tokens} tokens: request {number + 1} of {self._options.requests}")
             prompt = self._prompt(tokens)
             for side in (0, 1) if number % 2 else (1, 0):
-                answers[side].append(_complete(await self._sides[side].ask(prompt), self._sides[side]))
+                answers[side].append(complete(await self._sides[side].ask(prompt), self._sides[side]))
         busy_s = [sum(answer.ended_s - answer.started_s for answer in one) for one in answers]
         return self._point(tokens, None, answers, busy_s)
 
@@ -112,6 +120,16 @@ class ServeBench:
                     wall_s[side] += max(answer.ended_s for answer in found) - min(answer.started_s for answer in found)
         return self._point(options.rate_prompt_tokens, rate, answers, wall_s)
 
+    async def measure_pace(self) -> Pace:
+        """ITL of a few streams, alone and while long prompts arrive."""
+        tokens = self._options.pace_prompt_tokens or 0
+        sides = []
+        for side, name in zip(self._sides, ("the pair", "plain")):
+            self._step(f"streams beside prompts of {tokens} tokens at {name}")
+            await self._warm_up(tokens)
+            sides.append(await measure_side(side, self._prompt, tokens, PACE_OUTPUT_TOKENS))
+        return Pace(tokens, STREAMS, PACE_OUTPUT_TOKENS, *sides)
+
     def _point(
         self, tokens: int, rate: float | None, answers: tuple[list[Answer], list[Answer]], wall_s: Sequence[float]
     ) -> SweepPoint:
@@ -129,11 +147,11 @@ class ServeBench:
         for _ in range(_WARM_UP_REQUESTS):
             prompt = self._prompt(tokens)
             for side in self._sides:
-                _complete(await side.ask(prompt), side)
+                complete(await side.ask(prompt), side)
 
-    def _prompt(self, tokens: int) -> Prompt:
+    def _prompt(self, tokens: int, output_tokens: int | None = None) -> Prompt:
         ids = self._random.choices(range(FIRST_TOKEN_ID, LAST_TOKEN_ID + 1), k=tokens)
-        return Prompt(ids, self._options.output_tokens)
+        return Prompt(ids, output_tokens or self._options.output_tokens)
 
     def _arrivals(self, rate: float, count: int) -> list[float]:
         """Seconds from the start; the first request comes at once."""
@@ -155,14 +173,6 @@ async def _ask_at(client: Client, prompts: Sequence[Prompt], arrivals_s: Sequenc
     return list(await asyncio.gather(*(one(*pair) for pair in zip(prompts, arrivals_s))))
 
 
-def _complete(answer: Answer, client: Client) -> Answer:
-    if answer.error:
-        raise CouldNotCheckError(
-            f"{client.url} did not complete a request: {answer.error}", fix="see the server's log; a longer --timeout"
-        )
-    return answer
-
-
 def _lengths(options: ServeOptions, proxy: Client, plain: Client) -> tuple[list[int], list[str]]:
     """The prompt lengths that both sides take; asked-for ones must be among them."""
     if proxy.model != plain.model:
@@ -178,6 +188,8 @@ def _lengths(options: ServeOptions, proxy: Client, plain: Client) -> tuple[list[
     if options.rates and room is not None and options.rate_prompt_tokens > room:
         missing_rate = f"--rate-prompt-tokens {options.rate_prompt_tokens} and {options.output_tokens} output tokens"
         raise CouldNotCheckError(f"{missing_rate} are over the model's limit of {limit}", fix="ask for less")
+    if options.pace_prompt_tokens and limit is not None:
+        _check_pace(options.pace_prompt_tokens, limit)
     if missing and (options.prompt_tokens or not fitting):
         raise CouldNotCheckError(
             f"prompts of {', '.join(map(str, missing))} tokens and {options.output_tokens} output tokens are over the "
@@ -186,3 +198,15 @@ def _lengths(options: ServeOptions, proxy: Client, plain: Client) -> tuple[list[
         )
     notes = [f"left out: {', '.join(map(str, missing))} tokens, over the model's limit of {limit}"] if missing else []
     return fitting, notes
+
+
+def _check_pace(prompt_tokens: int, limit: int) -> None:
+    for name, tokens in (
+        (f"--pace-prompt-tokens {prompt_tokens} and 2 output tokens", prompt_tokens + 2),
+        (
+            f"streams of {STREAM_PROMPT_TOKENS} and {PACE_OUTPUT_TOKENS} tokens",
+            STREAM_PROMPT_TOKENS + PACE_OUTPUT_TOKENS,
+        ),
+    ):
+        if tokens > limit:
+            raise CouldNotCheckError(f"{name} are over the model's limit of {limit}", fix="start the servers with more")

@@ -70,10 +70,14 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class ServeReport:
-    """transferred: decode's own counters over the run, where its agent was asked; None where it was not."""
+    """transferred: decode's own counters over the run, where its agent was asked; None where it was not.
+
+    pace: a `bench.pace.Pace`, None where that was not asked for
+    """
 
     prompt_sweep: tuple[SweepPoint, ...]
     rate_sweep: tuple[SweepPoint, ...]
+    pace: Any
     transferred: dict[str, float] | None
     run: dict[str, Any]
     notes: tuple[str, ...]

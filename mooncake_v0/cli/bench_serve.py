@@ -22,6 +22,7 @@ from mooncake_v0.cli.bench_files import (
 from mooncake_v0.cli.bench_servers import StartOptions, Status, started, status_reader
 
 if TYPE_CHECKING:
+    from mooncake_v0.bench.pace import Pace
     from mooncake_v0.bench.serve import ServeOptions
     from mooncake_v0.bench.serve_report import ServeReport, SweepPoint
 
@@ -67,6 +68,11 @@ Examples:
 @click.option("--rate-prompt-tokens", type=click.IntRange(1, 1_000_000), default=1024, show_default=True)
 @click.option("--rate-requests", type=click.IntRange(2, 100_000), default=16, show_default=True, help="For each rate.")
 @click.option(
+    "--pace-prompt-tokens",
+    type=click.IntRange(1, 1_000_000),
+    help="Also measure the ITL of streams while prompts of this length keep arriving, such as 16384.",
+)
+@click.option(
     "--seed", type=int, help="Of prompts and arrivals; a seed used before finds its prompts cached.  [default: random]"
 )
 @click.option(
@@ -94,6 +100,7 @@ def serve(
     rates: str,
     rate_prompt_tokens: int,
     rate_requests: int,
+    pace_prompt_tokens: int | None,
     seed: int | None,
     timeout_s: float,
     api_key: str | None,
@@ -123,6 +130,7 @@ def serve(
         secrets.randbelow(1 << 31) if seed is None else seed,
         timeout_s,
         api_key,
+        pace_prompt_tokens,
     )
     end_on_sigterm()
     with contextlib.ExitStack() as stack:
@@ -155,7 +163,7 @@ def _measure(options: ServeOptions, counters: Status) -> ServeReport:
     transferred = None
     if before is not None and after is not None:
         transferred = {name: value - before.get(name, 0.0) for name, value in sorted(after.items())}
-    return ServeReport(sweeps.prompt_sweep, sweeps.rate_sweep, transferred, sweeps.run, sweeps.notes)
+    return ServeReport(sweeps.prompt_sweep, sweeps.rate_sweep, sweeps.pace, transferred, sweeps.run, sweeps.notes)
 
 
 def _write(report: ServeReport, json_path: Path | None, png_path: Path | None, html_path: Path | None) -> None:
@@ -178,6 +186,8 @@ def _text(report: ServeReport) -> str:
     if report.rate_sweep:
         title = f"by request rate, prompts of {report.rate_sweep[0].prompt_tokens} tokens"
         lines += ["", title, *_table("req/s", report.rate_sweep)]
+    if report.pace is not None:
+        lines += ["", *_pace(report.pace)]
     lines.append("")
     if report.transferred is not None:
         hits = report.transferred.get("hits", 0.0)
@@ -207,6 +217,17 @@ def _table(first: str, points: Sequence[SweepPoint]) -> list[str]:
             f"{'plain':>7} {theirs.ttft_ms.p50:>6.1f} {'':>6} {theirs.ttft_ms.p99:>8.1f}"
             f" {theirs.itl_ms.p50:>6.1f} {'':>6} {theirs.itl_ms.p99:>8.1f}"
             f" {theirs.tpot_ms.p50:>6.1f} {'':>6} {theirs.tokens_per_s:>8.1f}"
+        )
+    return lines
+
+
+def _pace(pace: Pace) -> list[str]:
+    lines = [f"ITL of {pace.streams} streams, ms, alone and while prompts of {pace.prompt_tokens} tokens keep arriving"]
+    lines.append("         alone p50       p99   arrivals p50       p99   p99 ratio   prompts")
+    for name, side in (("the pair", pace.proxy), ("plain", pace.plain)):
+        lines.append(
+            f"{name:>8} {side.alone.p50:>9.1f} {side.alone.p99:>9.1f} {side.arrivals.p50:>14.1f} {side.arrivals.p99:>9.1f}"
+            f" {side.ratio_p99:>10.2f}x {side.prompts:>9}"
         )
     return lines
 

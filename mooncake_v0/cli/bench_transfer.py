@@ -40,7 +40,7 @@ Examples:
       --json transfer.json --png transfer.png
   mooncake-v0 bench transfer --peer-python /opt/vllm-0.6.5/bin/python
 """
-TRANSPORTS = ("auto", "engine", "shm")  # transfer.agent_settings.TRANSPORTS, without importing it
+TRANSPORTS = ("auto", "engine", "shm", "cuda_ipc")  # transfer.agent_settings.TRANSPORTS, without importing it
 
 
 @click.command(help=HELP)
@@ -113,6 +113,11 @@ def transfer(
         find_python(peer_python)
     shape = find_shape(model)
     device = _device(device)
+    if "cuda_ipc" in transport_names and device == "cpu":
+        raise CouldNotCheckError(
+            "--transport cuda_ipc moves KV in GPU memory, and the caches are on the CPU",
+            fix="give --device cuda on a host with an NVIDIA GPU, or another transport",
+        )
     blocks = _lengths(shape, prompt_tokens, kv_bytes, device)
     end_on_sigterm()
     with contextlib.ExitStack() as stack:

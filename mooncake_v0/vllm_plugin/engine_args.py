@@ -21,7 +21,9 @@ from mooncake_v0.transfer.engine import check_engine_version
 from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig, parse_kv_transfer_config
 from mooncake_v0.vllm_plugin.output_reader import patch_output_reader
+from mooncake_v0.vllm_plugin.parallel_samples import patch_parallel_samples
 from mooncake_v0.vllm_plugin.plugin_logging import set_up_logging
+from mooncake_v0.vllm_plugin.token_lists import pass_token_lists
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +102,8 @@ def _with_config(create_engine_config: Callable[..., Any]) -> Callable[..., Any]
             return create_engine_config(self)
         set_up_logging()
         patch_output_reader()
+        patch_parallel_samples()
+        pass_token_lists()
         provide_airports()
         try:
             config = _prepare(self, config)

@@ -1,7 +1,9 @@
 """The equality check on a GPU: ``python -m tests.gpu.equality`` (an NVIDIA GPU with 40 GB free, the CUDA pin).
 
-Three set-ups of the real CUDA pin, CUDA graphs on: FlashAttention, xformers, and FlashAttention with chunked prefill on the
-producer and prefix caching on both sides. The model has the KV shape of an 8B model (36 layers, 8 KV heads, 128 wide,
+Set-ups of the real CUDA pin, CUDA graphs on: FlashAttention with each transport, xformers with a cache in bfloat16 and in
+fp8, and FlashAttention with chunked prefill on the producer and prefix caching on both sides.
+
+The model has the KV shape of an 8B model (36 layers, 8 KV heads, 128 wide,
 144 KiB a token) and random weights large enough for a wrong block to show. Every answer of the pair must equal the plain
 instance's, and decode must have computed no prompt. Behind a prefix-cache hit vLLM itself is not reproducible to the last bit
 (it computes the rest with another kernel), so there the pair must be as near to the plain instance as that one's second
@@ -25,7 +27,10 @@ from tests.e2e.asking import ask, content, counters, hits, misses, token_prompt
 LENGTHS = (1, 15, 16, 17, 100, 128, 511, 512, 1000, 2048, 4096, 8000)
 SETUPS: dict[str, tuple[dict[str, str], Sequence[str]]] = {
     "flash_attn": ({"VLLM_ATTENTION_BACKEND": "FLASH_ATTN"}, ()),
+    "flash_attn, cuda_ipc": ({"VLLM_ATTENTION_BACKEND": "FLASH_ATTN", "MOONCAKE_V0_TRANSPORT": "cuda_ipc"}, ()),
+    "flash_attn, engine": ({"VLLM_ATTENTION_BACKEND": "FLASH_ATTN", "MOONCAKE_V0_TRANSPORT": "engine"}, ()),
     "xformers": ({"VLLM_ATTENTION_BACKEND": "XFORMERS"}, ()),
+    "xformers, fp8 kv cache": ({"VLLM_ATTENTION_BACKEND": "XFORMERS"}, ("--kv-cache-dtype", "fp8")),
     "flash_attn, chunked prefill, prefix caching": (
         {"VLLM_ATTENTION_BACKEND": "FLASH_ATTN"},
         ("--enable-prefix-caching",),
@@ -72,11 +77,14 @@ def check(name: str, model: str, folder: Path) -> bool:
     pair = Pair(PairOptions(model, folder, kv_buffer_size=4e9, vllm_args=args, environment=environment))
     port = find_free_port()
     try:
-        # one after the other: vLLM measures free GPU memory while it starts
         pair.wait_ready(pair.start_metadata())
-        pair.wait_ready(pair.start_plain(port, chunked))
-        pair.wait_ready(pair.start_instance("prefill", chunked))
-        pair.wait_ready(pair.start_instance("decode"))
+        started = [
+            pair.start_plain(port, chunked),
+            pair.start_instance("prefill", chunked),
+            pair.start_instance("decode"),
+        ]
+        for process in started:
+            pair.wait_ready(process)
         pair.wait_ready(pair.start_proxy())
         pair.wait_connected()
         return compare(name, pair, f"http://127.0.0.1:{port}", make_bodies(model))
@@ -101,6 +109,7 @@ def compare(name: str, pair: Pair, plain_url: str, bodies: list[dict[str, Any]])
         "hits": hits(found),
         "misses": misses(found),
         "read_gb": round(found.get("read_bytes", 0.0) / 1e9, 2),
+        "transport": pair.agent_status("decode").transport,
     }
     print(json.dumps(result), flush=True)
     fresh = all(equal[: len(LENGTHS)])
