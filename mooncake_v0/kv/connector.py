@@ -159,12 +159,14 @@ class StepStore:
             part = slice(stored.planes, min(stored.planes + group, end))
             self._copies.gather(stored.block_ids, stored.rows[part], part.start)
             stored.planes = part.stop
-            if part.stop < self._planes:
-                ready_nbytes = part.stop * _plane_bytes(stored)
-            else:
-                ready_nbytes = self._producer.nbytes(stored.prompt)
-            self._copies.then(functools.partial(self._client.commit, [stored.prompt.key], [ready_nbytes]))
+            if part.stop == self._planes:
+                self._commit(stored, self._producer.nbytes(stored.prompt))
+            elif not self._client.pool.on_device:  # whoever maps the pool has no use for a part
+                self._commit(stored, part.stop * _plane_bytes(stored))
         self._producer.count("gather_seconds", time.perf_counter() - started)
+
+    def _commit(self, stored: StoredPrompt, ready_nbytes: int) -> None:
+        self._copies.then(functools.partial(self._client.commit, [stored.prompt.key], [ready_nbytes]))
 
 
 class Consumer(Connector):
