@@ -23,7 +23,6 @@ DEFAULT_PROMPT_TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 DEFAULT_RATES = (0.5, 1.0, 2.0)
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 499  # in every vocabulary, and none of the special tokens at its start
 _WARM_UP_REQUESTS = 2
-PACE_OUTPUT_TOKENS = 512
 
 Progress = Callable[[str, int, int], None]
 
@@ -47,6 +46,7 @@ class ServeOptions:
     timeout_s: float = 300.0
     api_key: str | None = None
     pace_prompt_tokens: int | None = None
+    pace_output_tokens: int = 512
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,13 @@ class ServeBench:
 
     async def measure_pace(self) -> Pace:
         """ITL of a few streams, alone and while long prompts arrive."""
-        tokens = self._options.pace_prompt_tokens or 0
+        tokens, output_tokens = self._options.pace_prompt_tokens or 0, self._options.pace_output_tokens
         sides = []
         for side, name in zip(self._sides, ("the pair", "plain")):
             self._step(f"streams beside prompts of {tokens} tokens at {name}")
             await self._warm_up(tokens)
-            sides.append(await measure_side(side, self._prompt, tokens, PACE_OUTPUT_TOKENS))
-        return Pace(tokens, STREAMS, PACE_OUTPUT_TOKENS, *sides)
+            sides.append(await measure_side(side, self._prompt, tokens, output_tokens))
+        return Pace(tokens, STREAMS, output_tokens, *sides)
 
     def _point(
         self, tokens: int, rate: float | None, answers: tuple[list[Answer], list[Answer]], wall_s: Sequence[float]
@@ -189,7 +189,7 @@ def _lengths(options: ServeOptions, proxy: Client, plain: Client) -> tuple[list[
         missing_rate = f"--rate-prompt-tokens {options.rate_prompt_tokens} and {options.output_tokens} output tokens"
         raise CouldNotCheckError(f"{missing_rate} are over the model's limit of {limit}", fix="ask for less")
     if options.pace_prompt_tokens and limit is not None:
-        _check_pace(options.pace_prompt_tokens, limit)
+        _check_pace(options.pace_prompt_tokens, options.pace_output_tokens, limit)
     if missing and (options.prompt_tokens or not fitting):
         raise CouldNotCheckError(
             f"prompts of {', '.join(map(str, missing))} tokens and {options.output_tokens} output tokens are over the "
@@ -200,13 +200,13 @@ def _lengths(options: ServeOptions, proxy: Client, plain: Client) -> tuple[list[
     return fitting, notes
 
 
-def _check_pace(prompt_tokens: int, limit: int) -> None:
+def _check_pace(prompt_tokens: int, output_tokens: int, limit: int) -> None:
     for name, tokens in (
         (f"--pace-prompt-tokens {prompt_tokens} and 2 output tokens", prompt_tokens + 2),
         (
-            f"streams of {STREAM_PROMPT_TOKENS} and {PACE_OUTPUT_TOKENS} tokens",
-            STREAM_PROMPT_TOKENS + PACE_OUTPUT_TOKENS,
+            f"--pace-output-tokens {output_tokens} and {STREAM_PROMPT_TOKENS} of a prompt",
+            output_tokens + STREAM_PROMPT_TOKENS,
         ),
     ):
         if tokens > limit:
-            raise CouldNotCheckError(f"{name} are over the model's limit of {limit}", fix="start the servers with more")
+            raise CouldNotCheckError(f"{name} are over the model's limit of {limit}", fix="ask for less")

@@ -73,6 +73,13 @@ Examples:
     help="Also measure the ITL of streams while prompts of this length keep arriving, such as 16384.",
 )
 @click.option(
+    "--pace-output-tokens",
+    type=click.IntRange(2, 100_000),
+    default=512,
+    show_default=True,
+    help="Of each of these streams.",
+)
+@click.option(
     "--seed", type=int, help="Of prompts and arrivals; a seed used before finds its prompts cached.  [default: random]"
 )
 @click.option(
@@ -101,6 +108,7 @@ def serve(
     rate_prompt_tokens: int,
     rate_requests: int,
     pace_prompt_tokens: int | None,
+    pace_output_tokens: int,
     seed: int | None,
     timeout_s: float,
     api_key: str | None,
@@ -131,6 +139,7 @@ def serve(
         timeout_s,
         api_key,
         pace_prompt_tokens,
+        pace_output_tokens,
     )
     end_on_sigterm()
     with contextlib.ExitStack() as stack:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from mooncake_v0.bench.client import Answer
+from mooncake_v0.bench.pace import Pace, PaceSide
 from mooncake_v0.bench.page import render_page
 from mooncake_v0.bench.plot import draw_serve
-from mooncake_v0.bench.serve_report import ServeReport, SweepPoint, sweep_point
+from mooncake_v0.bench.serve_report import ServeReport, SweepPoint, percentiles, sweep_point
 
 
 def make_point(tokens: int, rate: float | None) -> SweepPoint:
@@ -20,12 +21,17 @@ def make_point(tokens: int, rate: float | None) -> SweepPoint:
     return sweep_point(tokens, 4, rate, proxy=proxy, plain=plain, proxy_wall_s=1.0, plain_wall_s=1.0)
 
 
+def make_side(arrivals_ms: float) -> PaceSide:
+    return PaceSide(percentiles([6.0] * 10), percentiles([arrivals_ms] * 10), 5, arrivals_ms / 6.0)
+
+
 @pytest.fixture(scope="module")
 def report() -> ServeReport:
     run = {"model": "<b>tiny</b>", "started_at": "2026-01-01T00:00:00Z", "cpus": 2, "output_tokens": 4, "seed": 7}
     return ServeReport(
         (make_point(128, None), make_point(4096, None)),
         (make_point(1024, 0.5), make_point(1024, 2.0)),
+        Pace(16384, 4, 512, make_side(7.5), make_side(600.0)),
         {"hits": 12.0, "miss_late": 0.0},
         run,
         ("left out: 8192 tokens",),
@@ -49,6 +55,7 @@ def test_a_browser_shows_chart_and_tables(page: str, tmp_path: Path) -> None:
     assert "<svg" in done.stdout
     assert re.search(r'<td>250\.0</td><td>125\.0</td>\s*<td class="ratio">2\.00</td>', done.stdout)
     assert "hits: 12" in done.stdout
+    assert re.search(r'<td>7\.5</td><td>7\.5</td>\s*<td class="ratio">1\.25</td><td>5</td>', done.stdout)
 
 
 def test_the_page_loads_nothing(page: str) -> None:
