@@ -200,6 +200,7 @@ class Consumer(Connector):
         if not plan.complete:
             self.count("miss_batch", len(plan.prompts))
             return None
+        started = time.perf_counter()
         with self.client.step():
             selected = self._select(plan)
             try:
@@ -213,6 +214,7 @@ class Consumer(Connector):
                     self.count("miss_reused", len(plan.prompts))  # the forward pass overwrites what was copied
                     return None
                 self._count_hits(plan, selected)
+                self.count("receive_seconds", time.perf_counter() - started)
                 return hidden_states
             finally:
                 if selected is not None:

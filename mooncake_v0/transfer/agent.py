@@ -10,6 +10,7 @@ the pool and nothing else of value.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
@@ -42,6 +43,7 @@ from mooncake_v0.transfer.messages import (
     PeerMessage,
     PeerPoolMapped,
     Release,
+    Report,
     Status,
     Welcome,
     WorkerStatus,
@@ -58,6 +60,7 @@ from mooncake_v0.transfer.worker_checks import MAX_COUNTERS, decode_checked
 logger = logging.getLogger("mooncake_v0.agent")
 
 TICK_S = 0.25
+REPORT_EVERY_S = 1.0
 STUCK_READ_S = 15.0  # only a connect to a host that drops packets lasts longer (133 s); nothing can interrupt it
 CLEAR_EACH_TICK_BYTES = 256 << 20  # some 20 ms of the main loop
 EXIT_REPLACE_ME = 75
@@ -73,6 +76,8 @@ class Agent:
         self.engine_state = STARTING
         self.stopping = False
         self._worker = worker
+        self._events = events
+        self._next_report_s = 0.0
         self._pool = pool
         pool.has_peer = False
         self._peer = Peer()
@@ -172,6 +177,10 @@ class Agent:
         if self._peer_pool is not None:
             self._peer_pool.tick(now_s)
         self._side.tick(now_s)
+        if now_s >= self._next_report_s:
+            self._next_report_s = now_s + REPORT_EVERY_S
+            with contextlib.suppress(OSError):  # a worker that does not read them has other troubles
+                self._events.send(encode(Report(self.status())))
         self._buffer.clear_some(CLEAR_EACH_TICK_BYTES)
         return 0
 
@@ -264,6 +273,7 @@ class Agent:
             entries=len(self._buffer) + (len(self._side.mapped) if isinstance(self._side, DecodeSide) else 0),
             counters={name: float(value) for name, value in counters.items()},
             transport=self._peer_pool.transport if self._peer_pool is not None else "",
+            in_flight=self._side.in_flight,
         )
 
     def _record(self) -> InstanceRecord:

@@ -37,6 +37,7 @@ from mooncake_v0.transfer.messages import (
     Poll,
     Polled,
     Release,
+    Report,
     Reserve,
     Reserved,
     Select,
@@ -82,6 +83,7 @@ class DevicePools:
 class AgentClient:
     """start() once; close() at exit. The engine step's thread makes the calls, one at a time.
 
+    on_report: called every second with the agent's state, and with None when it has ended; set it before start()
     pool: the worker's own; peer_pool: the peer's, mapped on the same host, and its number (None, 0: not mapped)
     """
 
@@ -105,6 +107,7 @@ class AgentClient:
         handle = self.pool.device.handle.hex() if self.pool.device else ""
         self.settings = replace(settings, pool_nbytes=self.pool.nbytes, device_handle=handle)
         self.restarts = 0
+        self.on_report: Callable[[Status | None], None] = lambda status: None
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._calls = 0
@@ -266,6 +269,7 @@ class AgentClient:
             self._drop_peer_pool()
             if self._closing.is_set():
                 return
+            self.on_report(None)
             self.restarts += 1
             young_deaths = young_deaths + 1 if time.monotonic() - started_s < _YOUNG_S else 0
             pause_s = _RESTART_PAUSES_S[min(young_deaths, len(_RESTART_PAUSES_S) - 1)]
@@ -324,6 +328,9 @@ class AgentClient:
             return True
         except (OSError, ProtocolError):
             return False
+        if isinstance(event, Report) and not descriptors:
+            self.on_report(event.status)
+            return True
         if not isinstance(event, PeerPool) or bool(event.number) != bool(descriptors):
             return False
         if descriptors:

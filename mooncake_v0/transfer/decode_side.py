@@ -117,6 +117,11 @@ class DecodeSide:
         self.can_read = True  # the peer's pool, with the engine
         self.quarantined_bytes = 0
 
+    @property
+    def in_flight(self) -> int:
+        """Entries on their way."""
+        return len(self._transfers)
+
     # --- the worker ---------------------------------------------------------------------------------------------------
 
     def on_worker(self, message: object, reply: Callable[[Message], None]) -> None:

@@ -17,7 +17,7 @@ msgpack with a schema: `decode_peer` and `decode_worker` raise ProtocolError for
 
 Between worker and agent, over an inherited socket pair: Reserve → Reserved, Commit, Abort,
 Select → Selected, Poll → Polled, Release; over a second one, so that they never wait for a step: PeerPool with the
-descriptor of the peer's pool, answered by PeerPoolMapped.
+descriptor of the peer's pool, answered by PeerPoolMapped, and Report.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ class Status(Message, frozen=True):
 
     transport: how entries come to decode: "engine", "shm" (the peer's pool is mapped), "cuda_ipc" (so is its device
                memory), "none" (that cannot be had here), "" while that is not settled
+    in_flight: entries on their way to decode, or offered by prefill and not taken yet
     """
 
     role: str
@@ -156,6 +157,7 @@ class Status(Message, frozen=True):
     entries: int
     counters: dict[str, float]
     transport: str = ""
+    in_flight: int = 0
 
 
 # --- worker and agent -------------------------------------------------------------------------------------------------
@@ -252,6 +254,12 @@ class PeerPoolMapped(Message, frozen=True):
     number: int
 
 
+class Report(Message, frozen=True):
+    """Agent to worker, every second, unasked: for the metrics."""
+
+    status: Status
+
+
 class WorkerStatusRequest(Message, frozen=True):
     call: int
 
@@ -292,6 +300,7 @@ WorkerMessage = Union[
     Release,
     PeerPool,
     PeerPoolMapped,
+    Report,
     WorkerStatusRequest,
     WorkerStatus,
 ]

@@ -65,6 +65,11 @@ class PrefillSide:
         self._reserved: dict[bytes, Entry] = {}
         self._reading: dict[bytes, tuple[Entry, float]] = {}  # offered to the peer: pinned until, monotonic seconds
 
+    @property
+    def in_flight(self) -> int:
+        """Entries that the peer was offered and has not taken yet."""
+        return len(self._reading)
+
     def on_worker(self, message: object, reply: Callable[[Message], None]) -> None:
         if isinstance(message, Reserve):
             results = [self._reserve(key, nbytes) for key, nbytes in zip(message.keys, message.nbytes)]

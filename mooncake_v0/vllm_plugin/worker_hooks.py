@@ -175,6 +175,7 @@ class WorkerTransfer:
 
     def _make_connector(self, client: AgentClient, layout: KVLayout, model_config: Any) -> None:
         hidden_size, dtype, metrics = _row_size(model_config), model_config.dtype, WorkerMetrics()
+        client.on_report = metrics.observe
         if self.config.is_producer:
             self.producer = Producer(client, layout, hidden_size=hidden_size, hidden_dtype=dtype, count=metrics.count)
         else:

@@ -18,6 +18,7 @@ from mooncake_v0.metadata.registry import INSTANCE_PREFIX
 from mooncake_v0.metadata.store import open_store
 from mooncake_v0.pin.processes import find_free_port, find_free_range
 from mooncake_v0.transfer.agent_settings import ENGINE, SHM
+from mooncake_v0.transfer.messages import Status
 from mooncake_v0.transfer.status import query_status
 from tests.engine_child import Engine
 from tests.transfer.conftest import (
@@ -366,3 +367,17 @@ def test_only_the_engine_listens_beyond_the_configured_address(shared_agents: Ag
 
     assert ("127.0.0.1", ports.side_channel) in addresses
     assert {port for host, port in addresses if host != "127.0.0.1"} <= {ports.handshake, ports.data}
+
+
+def test_worker_hears_of_its_agents_state_and_end(make_agents: MakeAgents) -> None:
+    made = make_agents()
+    heard: list[Status | None] = []
+    made.decode.on_report = heard.append
+    made.wait_connected()
+
+    wait_until(lambda: any(one and one.peer_epoch for one in heard), "a report says that the peer is there")
+    os.kill(agent_pid(made.decode), signal.SIGKILL)
+
+    wait_until(lambda: None in heard, "its end is told")
+    ended = heard.index(None)
+    wait_until(lambda: any(one and one.peer_epoch for one in heard[ended:]), "the next one reports too")
