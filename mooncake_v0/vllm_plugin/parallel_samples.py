@@ -25,7 +25,7 @@ def _to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
         if not self.streaming:
             return original(self, seq_group)
         assembled = self.assembled_seq_group
-        assembled.is_finished = lambda: not self.to_be_finished
+        assembled.is_finished = lambda: all(sample.is_finished() for sample in assembled.seqs)
         first = next(name for name, index in self.seq_id_to_index.items() if index == 0)
         if seq_group.request_id == first:
             return assembled

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.pin
 
-CHAOS_S = 75
+CHAOS_S = 180
 OPTIONS = ("--seed", "7", "--clients", "8", "--prompts", "50", "--fresh", "20", "--instance-kills", "1")
 
 

@@ -56,22 +56,23 @@ def test_rank_without_transfer_runs_the_forward_and_votes_where_the_others_do(
 
 
 class ProducerWithoutAgent:
-    """Records what a step did with its entries; stands for `kv.connector.Producer`, which needs an agent."""
+    """Records what a step did with its entries; stands for `kv.connector.Producer` and its `StepStore`."""
 
     hidden_size, hidden_dtype = 4, torch.float32
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.prompts: list[Any] = []
         self.client = SimpleNamespace(step=nullcontext)
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args: self.calls.append(name) or []
+        return lambda *args: self.calls.append(name) or self
 
 
 @pytest.mark.parametrize(
     ("output", "calls"),
     [
-        (torch.zeros(1, 4), ["reserve", "store"]),
+        (torch.zeros(1, 4), ["reserve", "finish"]),
         (torch.zeros(1, 8), ["reserve", "abort", "count"]),
         (torch.zeros(1, 4, dtype=torch.bfloat16), ["reserve", "abort", "count"]),
         (torch.zeros(1, 4, 1), ["reserve", "abort", "count"]),
