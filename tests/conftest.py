@@ -9,9 +9,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import hypothesis
 import pytest
 
 from mooncake_v0.pin import processes
+
+# a deadline would measure what else the machine does, not the code
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 TOGETHER = ("e2e", "soak", "transfer", "migrate", "deployment")  # in this order
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")

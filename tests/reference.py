@@ -4,6 +4,7 @@ docs/findings.md from the rules. `python -m tests.reference` after a change; tes
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Iterator
@@ -35,6 +36,8 @@ def _walk(path: str, command: click.Command) -> Iterator[tuple[str, click.Comman
 
 def help_text(path: str, command: click.Command) -> str:
     """What `--help` prints on a terminal of 80 columns."""
+    command = copy.copy(command)
+    command._help_option = None  # click keeps the first one made: without -h, where a test called the command by itself
     context = click.Context(command, info_name=path, terminal_width=WIDTH - 2)
     context.help_option_names = ["-h", "--help"]
     return "\n".join(line.rstrip() for line in command.get_help(context).splitlines()) + "\n"
