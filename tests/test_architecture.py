@@ -33,7 +33,7 @@ ONLY_IN = {
     "mooncake": ("transfer/engine.py",),
     "vllm": ("vllm_plugin/", "bench/upstream_peer.py"),
     "torch": ("kv/", "vllm_plugin/", "bench/"),
-    "zmq": ("transfer/",),
+    "zmq": ("transfer/", "vllm_plugin/engine_start.py"),
     "quart": ("proxy/",),
     "jsonschema": ("config/",),
     "click": ("cli/",),

@@ -18,6 +18,7 @@ from mooncake_v0.config.load import load_config
 from mooncake_v0.config.model import MAX_RANKS, MooncakeConfig
 from mooncake_v0.errors import ConfigError, CouldNotCheckError, MooncakeV0Error, UnsupportedError
 from mooncake_v0.transfer.engine import check_engine_version
+from mooncake_v0.vllm_plugin.engine_start import patch_engine_start
 from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig, parse_kv_transfer_config
 from mooncake_v0.vllm_plugin.output_reader import patch_output_reader
@@ -102,6 +103,7 @@ def _with_config(create_engine_config: Callable[..., Any]) -> Callable[..., Any]
             return create_engine_config(self)
         set_up_logging()
         patch_output_reader()
+        patch_engine_start()
         patch_parallel_samples()
         pass_token_lists()
         provide_airports()
