@@ -334,5 +334,24 @@ def test_both_readmes_have_the_same_commands_and_figures() -> None:
     assert chinese == english
 
 
+PROSE = {
+    "names in code": r"`([^`\n]+(?:\n[^`\n]+)?)`",
+    "links": r"\]\((?!README)([^)]+)\)",
+    "figures": r"\d(?:[\d,.]*\d)+",
+    "headings": r"(?m)^(#+) ",
+    "rows": r"(?m)^(\|).*\|$",
+}
+
+
+@pytest.mark.parametrize("what", PROSE)
+def test_both_readmes_name_the_same(what: str) -> None:
+    def named(path: Path) -> list[str]:
+        prose = re.sub(r"(?ms)^ *```.*?^ *```", "", path.read_text(encoding="utf-8"))
+        found = [" ".join(text.split()) for text in re.findall(PROSE[what], prose)]
+        return found if what in ("headings", "rows") else sorted(set(found))
+
+    assert named(CHINESE) == named(README) != []
+
+
 def test_a_readme_has_at_most_400_lines() -> None:
     assert max(len(path.read_text(encoding="utf-8").splitlines()) for path in (README, CHINESE)) <= 400
