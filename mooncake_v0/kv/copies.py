@@ -5,7 +5,7 @@ a stream of their own: it waits for the layers that have written their blocks, g
 pool is device memory itself, copies on into page-locked host memory. The model's stream waits for the gathering only,
 since the blocks may be given to another request afterwards. A thread waits for the copies and says what is complete; the
 engine step never does. The thread watches a word of host memory that the stream itself counts up: any call into CUDA would
-wait as long as the engine step's own waits for the whole forward pass (seen on an H200, torch 2.5 and 2.11).
+wait as long as the engine step's own waits for the whole forward pass (seen on an H200 with torch 2.11).
 """
 
 from __future__ import annotations
