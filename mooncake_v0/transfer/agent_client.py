@@ -133,6 +133,11 @@ class AgentClient:
     def running(self) -> bool:
         return self._socket is not None
 
+    @property
+    def has_no_peer(self) -> bool:
+        """Whether the agent runs and has no peer: then every answer is known without asking."""
+        return self.running and not self.pool.has_peer
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Held while offsets in a pool are in use: no new agent is started, and no pool unmapped meanwhile."""
@@ -144,7 +149,7 @@ class AgentClient:
 
     def reserve(self, keys: Sequence[bytes], nbytes: Sequence[int]) -> Reserved:
         """Space for entries, per key an offset or -1 with the reason."""
-        if self._has_no_peer():
+        if self.has_no_peer:
             return Reserved(0, [-1] * len(keys), [NO_PEER] * len(keys))
         answer = self._call(Reserve(self._next_call(), list(keys), list(nbytes)), Reserved, CALL_DEADLINE_S)
         self._check_inside(len(keys), [0] * len(answer.offsets), answer.offsets, nbytes)
@@ -158,7 +163,7 @@ class AgentClient:
 
     def select(self, keys: Sequence[bytes], wait_s: float) -> Selected:
         """Pin entries; waits up to wait_s for those in flight. Every offset must be given back by `release`."""
-        if self._has_no_peer():
+        if self.has_no_peer:
             nothing = [0] * len(keys)
             return Selected(0, [-1] * len(keys), nothing, [NO_PEER] * len(keys), nothing, nothing)
         answer = self._call(Select(self._next_call(), list(keys), wait_s), Selected, wait_s + CALL_DEADLINE_S)
@@ -167,7 +172,7 @@ class AgentClient:
 
     def poll(self, keys: Sequence[bytes], wait_s: float) -> list[bool]:
         """Which entries are settled: here, or known not to come. Waits up to wait_s for the first one."""
-        if self._has_no_peer():
+        if self.has_no_peer:
             return [True] * len(keys)
         answer = self._call(Poll(self._next_call(), list(keys), wait_s), Polled, wait_s + CALL_DEADLINE_S)
         self._check_inside(len(keys), [0] * len(answer.settled), [-1] * len(answer.settled), [])
@@ -187,10 +192,6 @@ class AgentClient:
             self._supervisor.join(_STOP_S + 1.0)
 
     # --- calls --------------------------------------------------------------------------------------------------------
-
-    def _has_no_peer(self) -> bool:
-        """Whether the agent runs and has no peer: then the answer is known without asking."""
-        return self.running and not self.pool.has_peer
 
     def _next_call(self) -> int:
         self._calls += 1

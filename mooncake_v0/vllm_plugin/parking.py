@@ -61,7 +61,7 @@ class ParkingLot:
 
     def _schedule(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         scheduler = self._scheduler
-        if not scheduler.waiting:
+        if not scheduler.waiting or self._client.has_no_peer:
             self._watched.clear()
             return original(*args, **kwargs)
         held = self._held_back()

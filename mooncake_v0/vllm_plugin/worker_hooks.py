@@ -12,12 +12,13 @@ kv_transfer_config gets a `WorkerTransfer`; every other one is left alone. Order
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import math
 import os
 from array import array
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 
@@ -29,6 +30,7 @@ from mooncake_v0.kv.page_locks import page_locks
 from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan, content_key, decode_plan, encode_plan
 from mooncake_v0.transfer.agent_client import AgentClient
 from mooncake_v0.transfer.agent_settings import CHECKSUMS, TRANSPORTS, AgentSettings
+from mooncake_v0.transfer.peer import NO_PEER
 from mooncake_v0.vllm_plugin.environment import choice, seconds
 from mooncake_v0.vllm_plugin.fingerprint import adapter_identity, model_fingerprint
 from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
@@ -98,7 +100,7 @@ class WorkerTransfer:
         self.consumer: Consumer | None = None
         self._fingerprint = b""
         self._plan: TransferPlan | None = None
-        self._store: StepStore | None = None  # of the forward pass under way
+        self._attention: list[Any] = []  # the model's attention modules, on prefill
         self._agree = _group_agreement(vllm_config.parallel_config.tensor_parallel_size)
 
     def install(self) -> None:
@@ -114,20 +116,32 @@ class WorkerTransfer:
     # --- start --------------------------------------------------------------------------------------------------------
 
     def _hook_model(self) -> None:
+        from vllm import envs
         from vllm.attention import Attention
 
         model = self.worker.model_runner.model
         model.forward = self._forward(model.forward)
-        if self.config.is_producer:
-            for module in model.modules():
-                if isinstance(module, Attention):
-                    module.register_forward_hook(self._layer_done, with_kwargs=True)
+        if self.config.is_producer and not envs.VLLM_TORCH_COMPILE_LEVEL:  # a compiled forward leaves hooks out
+            self._attention = [module for module in model.modules() if isinstance(module, Attention)]
 
-    def _layer_done(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """After each layer's attention, which writes the layer's blocks (attention/layer.py, Attention.forward)."""
-        if self._store is not None:
+    @contextlib.contextmanager
+    def _layers_tell(self, store: StepStore) -> Iterator[None]:
+        """Within it each layer's attention, which writes the layer's blocks (attention/layer.py), tells the store.
+
+        Hooks only while something is stored: a module that has one takes a slower way in every step.
+        """
+
+        def layer_done(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             cache = args[_KV_CACHE_ARGUMENT] if len(args) > _KV_CACHE_ARGUMENT else kwargs["kv_cache"]
-            self._store.layer_done(cache.data_ptr())
+            store.layer_done(cache.data_ptr())
+
+        modules = self._attention if store.prompts else []
+        handles = [module.register_forward_hook(layer_done, with_kwargs=True) for module in modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _start(self) -> None:
         """The cache exists: start the agent. Whatever fails here, the instance serves alone and says why."""
@@ -242,6 +256,9 @@ class WorkerTransfer:
         """The plan of a batch with prompts, or None: decode steps, the profile run, no agent."""
         if self.client is None or not self.client.running or not seq_groups or not seq_groups[0].is_prompt:
             return None
+        if self.client.has_no_peer:
+            self._count_alone(sum(self._can_transfer(group) for group in seq_groups))
+            return None
         prompts, row, index = [], 0, 0
         for group in seq_groups:
             row += sum(model_input.query_lens[index : index + len(group.seq_data)]) if group.is_prompt else 0
@@ -249,6 +266,13 @@ class WorkerTransfer:
             if self._can_transfer(group):
                 prompts.append(self._plan_prompt(group, row - 1))
         return TransferPlan(prompts, row, len(prompts) == len(seq_groups)) if prompts else None
+
+    def _count_alone(self, prompts: int) -> None:
+        """Prompts of a batch that are computed without a question, since there is no peer to ask."""
+        connector = self.producer or self.consumer
+        if prompts and connector is not None and self.client is not None:
+            connector.count(f"{'skipped' if self.producer else 'miss'}_{NO_PEER}", prompts)
+            self.client.release([], connector.take_counters())
 
     def _can_transfer(self, group: Any) -> bool:
         """Whether this is the pass that completes a prompt, of a request that KV and one hidden row can serve."""
@@ -305,14 +329,13 @@ class WorkerTransfer:
         self, producer: Producer, plan: TransferPlan, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         with producer.client.step():
-            store = self._store = producer.reserve(plan)
+            store = producer.reserve(plan)
             try:
-                hidden_states = original(*args, **kwargs)
+                with self._layers_tell(store):
+                    hidden_states = original(*args, **kwargs)
             except BaseException:
                 store.abort()
                 raise
-            finally:
-                self._store = None
             if hidden_states.shape[1:] == (producer.hidden_size,) and hidden_states.dtype == producer.hidden_dtype:
                 store.finish(hidden_states)
             else:
