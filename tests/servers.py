@@ -5,16 +5,19 @@ Each `start_*` returns a `Server` that answers already; the caller stops it. Bin
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Sequence
+from typing import Callable, Iterator, Sequence
+
+from tests.freezing import freeze, thaw
 
 START_TIMEOUT_S = 20.0
 PASSWORD = "s3cret/pw@x"
@@ -43,6 +46,38 @@ def answers(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextlib.contextmanager
+def far_away(port: int, delay_s: float) -> Iterator[int]:
+    """A local port that leads to this one, each way `delay_s` longer."""
+    ends: list[socket.socket] = []
+
+    def carry(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := source.recv(65536):
+                time.sleep(delay_s)
+                target.sendall(chunk)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                pair = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
+                ends.extend(pair)
+                for source, target in (pair, pair[::-1]):
+                    threading.Thread(target=carry, args=(source, target), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            for end in (listener, *ends):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()
 
 
 @dataclass
@@ -76,11 +111,11 @@ class Server:
 
     def pause(self) -> None:
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def resume(self) -> None:
         assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
+        thaw(self.process.pid)
 
     def stop(self) -> None:
         if self.has_ended:

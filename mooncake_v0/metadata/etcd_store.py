@@ -34,7 +34,8 @@ LOGIN_AGAIN = (
 GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # despite its name also the time that one attempt may take, TLS handshake included
+    ("grpc.min_reconnect_backoff_ms", 3000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 30000),
     ("grpc.enable_http_proxy", 0),

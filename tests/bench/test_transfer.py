@@ -41,9 +41,9 @@ def test_each_length_has_a_row_with_whole_blocks(run: dict[str, Any]) -> None:
 def test_every_rate_fits_its_time(run: dict[str, Any]) -> None:
     rows = run["report"]["rows"] + run["report"]["cache_to_cache"]
 
-    rates = [row["kv_bytes"] / row["transfer_ms"] / 1e6 for row in rows]
-
-    assert [row["gb_per_s"] for row in rows] == pytest.approx(rates, abs=0.001)
+    for row in rows:  # both are printed with three decimals, and so each may be off by half of the last one
+        slowest, fastest = (row["kv_bytes"] / (row["transfer_ms"] + half) / 1e6 for half in (0.0005, -0.0005))
+        assert slowest - 0.0006 <= row["gb_per_s"] <= fastest + 0.0006
 
 
 def test_the_limits_are_measured_in_the_same_run(run: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.parse
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
@@ -278,6 +279,19 @@ def test_a_stopped_server_costs_one_deadline_and_is_used_again_when_it_goes_on(
     assert took_s < 2.5
     servers.wait_until(lambda: _value_or_none(store, prefix + "a") == b"1", "recovery", 10)
     store.close()
+
+
+@pytest.mark.parametrize("name", ["redis-acl-tls", "etcd-auth-tls"])
+def test_a_server_far_away_is_reached_over_tls(stores: Stores, prefix: str, name: str) -> None:
+    address = urllib.parse.urlsplit(stores.url(name))
+    assert address.port is not None
+
+    with servers.far_away(address.port, delay_s=0.15) as port:  # as by satellite
+        store = open_store(stores.url(name).replace(f":{address.port}", f":{port}"))
+        store.put(prefix + "a", b"1")
+
+        assert store.get(prefix + "a") == b"1"
+        store.close()
 
 
 def _value_or_none(store: MetadataStore, key: str) -> bytes | None:

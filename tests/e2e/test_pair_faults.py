@@ -16,6 +16,7 @@ from mooncake_v0.pin.tiny_model import make_tiny_model
 from tests.e2e.agents import find_agent, wait_until
 from tests.e2e.asking import ask, counters, hits, texts, token_prompt
 from tests.e2e.conftest import VLLM_ARGS, make_pair
+from tests.freezing import frozen
 from tests.quick import IN_ONE_PROCESS
 
 RESUME_S = 60.0
@@ -203,15 +204,12 @@ def test_a_frozen_agent_during_a_100_mb_transfer_stops_nothing(wide_pair: tuple[
     thread.start()
     wait_until(lambda: pair.agent_status("decode").buffer_bytes > 0)
     wait_until(lambda: counters(pair, "prefill").get("stored", 0.0) > 0)
-    agent.send_signal(signal.SIGSTOP)
-    try:
+    with frozen(agent.pid):
         while thread.is_alive():
             started = time.monotonic()
             assert pair.processes["decode"].is_ready()
             slowest = max(slowest, time.monotonic() - started)
             thread.join(0.2)
-    finally:
-        agent.send_signal(signal.SIGCONT)
 
     assert slowest < 1.0
     repeated = texts(ask(pair.api_url("decode"), {**body, "prompt": body["prompt"]}))

@@ -23,6 +23,7 @@ from typing import Any, Awaitable
 import aiohttp
 import click
 
+from tests.freezing import freeze, thaw
 from tests.proxy.command import Command, running_command, start_command
 from tests.proxy.load import Outcome, percentile, quick_backend, run_clients
 from tests.proxy.versus_published import free_port, wait_for_port
@@ -245,10 +246,10 @@ class BackendProcess:
         self.process.wait()
 
     def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        thaw(self.process.pid)
 
 
 async def until_state(command: Command, pair: int, role: str, usable: bool, within_s: float = 20) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import time
 from dataclasses import dataclass, replace
@@ -83,16 +82,6 @@ class Agents:
 def agent_pid(client: AgentClient) -> int:
     assert client._process is not None
     return client._process.pid
-
-
-@contextlib.contextmanager
-def frozen(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # it may have been replaced
-            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture(scope="session")

@@ -21,13 +21,13 @@ from mooncake_v0.transfer.agent_settings import ENGINE, SHM
 from mooncake_v0.transfer.messages import Status
 from mooncake_v0.transfer.status import query_status
 from tests.engine_child import Engine
+from tests.freezing import frozen
 from tests.transfer.conftest import (
     MIB,
     POOL_BYTES,
     Agents,
     MakeAgents,
     agent_pid,
-    frozen,
     key,
     listening_addresses,
     wait_until,

@@ -6,7 +6,8 @@ import pytest
 
 from mooncake_v0.transfer.agent_settings import AUTO, OFF, ON
 from mooncake_v0.transfer.checksums import MAX_COST, PART_BYTES, Cost, is_wanted
-from tests.transfer.conftest import MIB, Agents, MakeAgents, agent_pid, frozen, key, wait_until
+from tests.freezing import frozen
+from tests.transfer.conftest import MIB, Agents, MakeAgents, agent_pid, key, wait_until
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from mooncake_v0.vllm_plugin.parking import ParkingLot
-from tests.transfer.conftest import MIB, Agents, agent_pid, frozen, key, wait_until
+from tests.freezing import frozen
+from tests.transfer.conftest import MIB, Agents, agent_pid, key, wait_until
 
 
 @dataclass(frozen=True)
