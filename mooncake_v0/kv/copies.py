@@ -10,6 +10,7 @@ wait as long as the engine step's own waits for the whole forward pass (seen on 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -18,6 +19,8 @@ from typing import Any, Callable, Iterator, Union
 import torch
 
 from mooncake_v0.kv.layout import KVLayout
+
+logger = logging.getLogger(__name__)
 
 _cuda: Any = torch.cuda  # whose streams and events have no types
 
@@ -145,7 +148,10 @@ class CudaCopies:
             number, action = self._actions.get()
             while (int(reached[0]) - number) % _NUMBERS >= _NUMBERS // 2:
                 time.sleep(POLL_S)
-            action()
+            try:
+                action()
+            except Exception:  # a thread that ended would leave its callers waiting for ever
+                logger.exception("what follows a copy has failed")
 
 
 Copies = Union[HostCopies, CudaCopies]

@@ -60,6 +60,8 @@ from mooncake_v0.transfer.worker_checks import MAX_COUNTERS, decode_checked
 logger = logging.getLogger("mooncake_v0.agent")
 
 TICK_S = 0.25
+IDLE_TICK_S = 1.0  # without a peer for some time: another processor's cache lines are worth more than a quick look
+IDLE_AFTER_S = 10.0
 REPORT_EVERY_S = 1.0
 STUCK_READ_S = 15.0  # only a connect to a host that drops packets lasts longer (133 s); nothing can interrupt it
 CLEAR_EACH_TICK_BYTES = 256 << 20  # some 20 ms of the main loop
@@ -78,6 +80,8 @@ class Agent:
         self._worker = worker
         self._events = events
         self._next_report_s = 0.0
+        self._reported: Status | None = None
+        self._had_peer_at_s = time.monotonic()
         self._pool = pool
         pool.has_peer = False
         self._peer = Peer()
@@ -138,7 +142,7 @@ class Agent:
         while not self.stopping:
             now_s = time.monotonic()
             if now_s >= next_tick_s:
-                next_tick_s = now_s + TICK_S
+                next_tick_s = now_s + self._tick_s(now_s)
                 code = self._tick(now_s)
                 if code:
                     break
@@ -163,6 +167,11 @@ class Agent:
             deadline_s = min(deadline_s, self._side.next_deadline_s() or deadline_s)
         return max(0, math.ceil((deadline_s - time.monotonic()) * 1000))
 
+    def _tick_s(self, now_s: float) -> float:
+        if self._peer.up or len(self._buffer) or self.engine_state != READY:
+            self._had_peer_at_s = now_s
+        return IDLE_TICK_S if now_s - self._had_peer_at_s > IDLE_AFTER_S else TICK_S
+
     def _tick(self, now_s: float) -> int:
         if self._talk.listen() and self._engine.ident is None:
             self._engine.start()
@@ -179,10 +188,17 @@ class Agent:
         self._side.tick(now_s)
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + REPORT_EVERY_S
-            with contextlib.suppress(OSError):  # a worker that does not read them has other troubles
-                self._events.send(encode(Report(self.status())))
+            self._report()
         self._buffer.clear_some(CLEAR_EACH_TICK_BYTES)
         return 0
+
+    def _report(self) -> None:
+        """Tell the worker what has changed; its own counters it knows."""
+        status = self._status(self._own_counters())
+        if status != self._reported:
+            with contextlib.suppress(OSError):  # a worker that does not read them has other troubles
+                self._events.send(encode(Report(status)))
+                self._reported = status
 
     # --- worker and engine --------------------------------------------------------------------------------------------
 
@@ -258,9 +274,15 @@ class Agent:
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        counters = {**self._buffer.counters, **self._worker_counters, "rejected_messages": self._talk.rejected}
+        return self._status({**self._own_counters(), **self._worker_counters})
+
+    def _own_counters(self) -> dict[str, float]:
+        counters: dict[str, float] = {**self._buffer.counters, "rejected_messages": self._talk.rejected}
         if isinstance(self._side, DecodeSide):
             counters["quarantined_bytes"] = self._side.quarantined_bytes
+        return counters
+
+    def _status(self, counters: dict[str, float]) -> Status:
         return Status(
             role=self.settings.role,
             rank=self.settings.rank,

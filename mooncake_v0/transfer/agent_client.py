@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -58,6 +59,7 @@ _RESTART_PAUSES_S = (0.1, 1.0, 5.0, 15.0)
 _YOUNG_S = 20.0
 _STOP_S = 3.0
 _WATCH_S = 0.05
+_LOOK_S = 5.0  # a supervisor that nothing wakes: every wake-up takes the interpreter from the engine step
 _START_S = 60.0
 
 
@@ -83,7 +85,8 @@ class DevicePools:
 class AgentClient:
     """start() once; close() at exit. The engine step's thread makes the calls, one at a time.
 
-    on_report: called every second with the agent's state, and with None when it has ended; set it before start()
+    on_report: called with the agent's state when it has changed, once a second at most, and with None when it has ended; set
+               it before start()
     pool: the worker's own; peer_pool: the peer's, mapped on the same host, and its number (None, 0: not mapped)
     """
 
@@ -302,7 +305,7 @@ class AgentClient:
         if self._hears_from(sock):
             self._socket = sock
         while self._process.poll() is None and self._socket is not None and not self._closing.is_set():
-            if not self._serve_events():
+            if not self._serve_events(sock):
                 break
         self._socket = None
         with contextlib.suppress(OSError):
@@ -318,14 +321,23 @@ class AgentClient:
 
     # --- the peer's pool, on the same host ----------------------------------------------------------------------------
 
-    def _serve_events(self) -> bool:
-        """Wait a little for an event of the agent; False if it sends what it should not, or has ended."""
+    def _serve_events(self, sock: socket.socket) -> bool:
+        """Wait for an event of the agent, or until somebody hangs up; False if it sends what it should not, or has ended.
+
+        sock: the calls', which is shut down by either end
+        """
         assert self._events is not None
+        poller = select.poll()
+        poller.register(self._events, select.POLLIN)
+        poller.register(sock, 0)  # its messages are for the engine step, its end is for us
+        ready = dict(poller.poll(_LOOK_S * 1000))
+        if self._events.fileno() not in ready:
+            return sock.fileno() not in ready
         try:
-            self._events.settimeout(_WATCH_S)
+            self._events.settimeout(0)
             data, descriptors, _, _ = socket.recv_fds(self._events, MAX_MESSAGE_BYTES, 1)
             event = decode_checked(data) if data else None
-        except socket.timeout:
+        except BlockingIOError:
             return True
         except (OSError, ProtocolError):
             return False

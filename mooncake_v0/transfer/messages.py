@@ -255,7 +255,7 @@ class PeerPoolMapped(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """Agent to worker, every second, unasked: for the metrics."""
+    """Agent to worker, unasked, when its state has changed, once a second at most: for the metrics."""
 
     status: Status
 

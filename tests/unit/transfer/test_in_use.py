@@ -58,3 +58,32 @@ def test_user_who_stays_does_not_wait_for_one_who_waits_for_him() -> None:
 
     assert alone.wait(WAIT_S)
     thread.join(WAIT_S)
+
+
+def test_a_use_that_never_ends_keeps_newcomers_out_for_a_moment_only() -> None:
+    in_use, alone, entered = InUse(closed_s=0.05, open_s=0.05), threading.Event(), threading.Event()
+
+    def supervise() -> None:
+        with in_use.by_nobody():
+            alone.set()
+
+    def come_late() -> None:
+        in_use.enter()
+        in_use.leave()
+        entered.set()
+
+    in_use.enter()
+    supervisor = threading.Thread(target=supervise)
+    supervisor.start()
+    while not in_use._closed:
+        pass
+    late = threading.Thread(target=come_late)
+    late.start()
+
+    assert entered.wait(WAIT_S) and not alone.is_set()
+
+    in_use.leave()
+
+    assert alone.wait(WAIT_S)
+    for thread in (supervisor, late):
+        thread.join(WAIT_S)
