@@ -147,6 +147,8 @@ class Agent:
                 if code:
                     break
             self._poller.poll(self._wait_ms(next_tick_s))
+            if isinstance(self._side, DecodeSide):
+                self._side.answer_in_time(time.monotonic())
             self._serve_worker()
             self._serve_engine()
             for running in self._hasher.take_complete() if self._hasher is not None else ():

@@ -32,6 +32,7 @@ from mooncake_v0.transfer.messages import (
     MAX_MESSAGE_BYTES,
     Abort,
     Commit,
+    Ended,
     Message,
     PeerPool,
     PeerPoolMapped,
@@ -173,13 +174,22 @@ class AgentClient:
         self._check_inside(len(keys), answer.pools, answer.offsets, answer.nbytes)
         return answer
 
-    def poll(self, keys: Sequence[bytes], wait_s: float) -> list[bool]:
-        """Which entries are settled: here, or known not to come. Waits up to wait_s for the first one."""
+    def poll(self, keys: Sequence[bytes], wait_s: float, handoffs: Sequence[bytes] = ()) -> Polled:
+        """Which entries are settled: here, or known not to come. Waits up to wait_s for the first one.
+
+        handoffs: per key what is to bring it, or nothing; none at all: of no key
+        """
         if self.has_no_peer:
-            return [True] * len(keys)
-        answer = self._call(Poll(self._next_call(), list(keys), wait_s), Polled, wait_s + CALL_DEADLINE_S)
+            return Polled(0, [True] * len(keys), [False] * len(keys))
+        poll = Poll(self._next_call(), list(keys), wait_s, list(handoffs) or [b""] * len(keys))
+        answer = self._call(poll, Polled, wait_s + CALL_DEADLINE_S)
         self._check_inside(len(keys), [0] * len(answer.settled), [-1] * len(answer.settled), [])
-        return answer.settled
+        return answer
+
+    def end(self, handoffs: Sequence[bytes]) -> None:
+        """Prefill: these handoffs will bring nothing more."""
+        if not self.has_no_peer:
+            self._tell(Ended(list(handoffs)))
 
     def release(self, keys: Sequence[bytes], counters: dict[str, float]) -> None:
         self._tell(Release(list(keys), counters))

@@ -3,7 +3,8 @@
 An entry is HELD, and only then given to the worker, when all its bytes were read and the peer has confirmed afterwards
 that it had not reused the region meanwhile. The worker's `Select` waits for entries in flight up to its deadline; a key
 that nobody announced is asked of the peer once, which costs one round trip and settles every race of announcement and
-request. Where the peer's pool is mapped (`MappedEntries`), nothing is fetched: its entries are used where they lie.
+request. A request that came together with its prefill leg, as one handoff, is not asked about while that leg lives: it will
+be announced. Where the peer's pool is mapped (`MappedEntries`), nothing is fetched: its entries are used where they lie.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from mooncake_v0.transfer.messages import (
     Announce,
     Confirmed,
     Dropped,
+    Ended,
     Message,
     PeerMessage,
     Poll,
@@ -110,6 +112,8 @@ class DecodeSide:
         self._cost = Cost() if may_stop_checking else None
         self._transfers: dict[bytes, Transfer] = {}
         self._queries: dict[bytes, float] = {}  # asked of the peer → when to stop waiting for its answer
+        self._awaited: dict[bytes, bytes] = {}  # handoffs that prefill has not ended → key; at most _REMEMBERED
+        self._ended: dict[bytes, None] = {}  # handoffs that it has; at most _REMEMBERED, the oldest first
         self._reasons: dict[bytes, str] = {}  # why a key will not come; at most _REMEMBERED
         self._waiters: list[Waiter] = []
         self._pinned: dict[bytes, list[Entry]] = {}  # by the worker
@@ -127,8 +131,10 @@ class DecodeSide:
     def on_worker(self, message: object, reply: Callable[[Message], None]) -> None:
         if isinstance(message, (Select, Poll)):
             now_s = time.monotonic()
-            for key in message.keys:
-                self._ask_if_unknown(key, now_s)
+            handoffs = message.handoffs if isinstance(message, Poll) else [b""] * len(message.keys)
+            for key, handoff in zip(message.keys, handoffs):
+                if not self._await(key, handoff):
+                    self._ask_if_unknown(key, now_s)
             self._waiters.append(Waiter(message, reply, now_s + message.wait_s))
             self._settle(now_s)
         elif isinstance(message, Release):
@@ -145,6 +151,34 @@ class DecodeSide:
         mapped = self.mapped.get(key)
         if mapped is not None:
             self._send(Used(key, mapped.generation))
+
+    def _await(self, key: bytes, handoff: bytes) -> bool:
+        """Whether prefill's leg of this handoff lives. What was known of its key before does not count."""
+        if not handoff or handoff in self._ended or not self._peer.up:
+            return False
+        if handoff not in self._awaited:
+            if len(self._awaited) >= _REMEMBERED:
+                del self._awaited[next(iter(self._awaited))]
+            self._awaited[handoff] = key
+            self._reasons.pop(key, None)
+        return True
+
+    def _end(self, handoffs: list[bytes]) -> None:
+        """Prefill has ended these: what it has not announced by now will not come."""
+        now_s = time.monotonic()
+        for handoff in handoffs:
+            self._ended[handoff] = None
+            if len(self._ended) > _REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+            key = self._awaited.pop(handoff, None)
+            if key is not None:
+                self._ask_if_unknown(key, now_s)
+
+    def _is_awaited(self, key: bytes, handoff: bytes) -> bool:
+        """Whether prefill may still announce this key."""
+        if handoff not in self._awaited or key in self._reasons:
+            return False
+        return self._buffer.get(key) is None and self.mapped.get(key) is None and not self.mapped.is_expected(key)
 
     def _ask_if_unknown(self, key: bytes, now_s: float) -> None:
         """A key that nobody announced is asked of the peer, once for a while."""
@@ -172,14 +206,18 @@ class DecodeSide:
     def _settle(self, now_s: float) -> None:
         """Answer every waiter whose answer is known or whose time is over."""
         for waiter in list(self._waiters):
-            settled = [self._is_settled(key, now_s) for key in waiter.request.keys]
             if isinstance(waiter.request, Poll):
-                if any(settled) or now_s >= waiter.deadline_s:
-                    self._waiters.remove(waiter)
-                    waiter.reply(Polled(waiter.request.call, settled))
-            elif all(settled) or now_s >= waiter.deadline_s:
+                self._answer_poll(waiter, waiter.request, now_s)
+            elif now_s >= waiter.deadline_s or all(self._is_settled(key, now_s) for key in waiter.request.keys):
                 self._waiters.remove(waiter)
                 waiter.reply(self._answer(waiter.request, now_s))
+
+    def _answer_poll(self, waiter: Waiter, poll: Poll, now_s: float) -> None:
+        awaited = [self._is_awaited(key, handoff) for key, handoff in zip(poll.keys, poll.handoffs)]
+        settled = [not waits and self._is_settled(key, now_s) for key, waits in zip(poll.keys, awaited)]
+        if any(settled) or now_s >= waiter.deadline_s:
+            self._waiters.remove(waiter)
+            waiter.reply(Polled(poll.call, settled, awaited))
 
     def _answer(self, select: Select, now_s: float) -> Selected:
         selected = Selected(select.call, [], [], [], [], [])
@@ -234,6 +272,8 @@ class DecodeSide:
             self._give_up(message.key, FAILED)
         elif isinstance(message, Absent):
             self._close_key(message.key, UNKNOWN)
+        elif isinstance(message, Ended):
+            self._end(message.handoffs)
         self._settle(now_s)
 
     def on_peer_up(self) -> None:
@@ -247,6 +287,7 @@ class DecodeSide:
             self._buffer.remove(entry, LOST)
         self._buffer.take_dropped()
         self._queries.clear()
+        self._awaited.clear()
         self._reasons.clear()
         self._settle(time.monotonic())
 
@@ -260,6 +301,12 @@ class DecodeSide:
         self._buffer.expire(now_s)
         self._tell_dropped()
         self._settle(now_s)
+
+    def answer_in_time(self, now_s: float) -> None:
+        """Answer those whose time is over; called between two ticks."""
+        deadline_s = self.next_deadline_s()
+        if deadline_s is not None and now_s >= deadline_s:
+            self._settle(now_s)
 
     def next_deadline_s(self) -> float | None:
         """When a waiter or a query ends; None while nobody waits."""

@@ -13,9 +13,10 @@ msgpack with a schema: `decode_peer` and `decode_worker` raise ProtocolError for
     decode → prefill   Dropped(keys)                    no longer held
     decode → prefill   Used(key, generation)            copied straight out of the mapped pool (same host)
     decode → prefill   Query(key)                       answered by Ready, Announce or Absent
+    prefill → decode   Ended(handoffs)                  prefill has answered these requests: nothing more will be announced
     anyone → any       StatusRequest                    answered by Status
 
-Between worker and agent, over an inherited socket pair: Reserve → Reserved, Commit, Abort,
+Between worker and agent, over an inherited socket pair: Reserve → Reserved, Commit, Abort, Ended,
 Select → Selected, Poll → Polled, Release; over a second one, so that they never wait for a step: PeerPool with the
 descriptor of the peer's pool, answered by PeerPoolMapped, and Report.
 """
@@ -27,8 +28,9 @@ from typing import Any, Union
 import msgspec
 
 from mooncake_v0.errors import ProtocolError
+from mooncake_v0.handoff import ID_BYTES
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 KEY_BYTES = 16
 MAX_MESSAGE_BYTES = 256 * 1024
 MAX_KEYS = 4096
@@ -134,6 +136,12 @@ class Absent(Message, frozen=True):
     key: bytes
 
 
+class Ended(Message, frozen=True):
+    """Also from prefill's worker to its agent. handoffs: ids of `mooncake_v0.handoff`."""
+
+    handoffs: list[bytes]
+
+
 class StatusRequest(Message, frozen=True):
     pass
 
@@ -216,18 +224,24 @@ class Selected(Message, frozen=True):
 
 
 class Poll(Message, frozen=True):
-    """Consumer: are these entries here? Answered when one is settled (here, or known not to come), or after wait_s."""
+    """Consumer: are these entries here? Answered when one is settled (here, or known not to come), or after wait_s.
+
+    handoffs: per key the id of the handoff that is to bring it, or nothing; while prefill has not ended it, the key may
+              still be announced
+    """
 
     call: int
     keys: list[bytes]
     wait_s: float
+    handoffs: list[bytes]
 
 
 class Polled(Message, frozen=True):
-    """Per key whether it is settled: a Select of it would not wait."""
+    """Per key whether it is settled: a Select of it would not wait. awaited: it may still be announced."""
 
     call: int
     settled: list[bool]
+    awaited: list[bool]
 
 
 class Release(Message, frozen=True):
@@ -285,6 +299,7 @@ PeerMessage = Union[
     Dropped,
     Query,
     Absent,
+    Ended,
     StatusRequest,
     Status,
 ]
@@ -293,6 +308,7 @@ WorkerMessage = Union[
     Reserved,
     Commit,
     Abort,
+    Ended,
     Select,
     Selected,
     Poll,
@@ -322,11 +338,17 @@ def decode_peer(data: bytes) -> PeerMessage:
         raise ProtocolError(f"a key has {len(key)} bytes, expected {KEY_BYTES}")
     if isinstance(message, Dropped) and len(message.keys) > MAX_KEYS:
         raise ProtocolError(f"a message names {len(message.keys)} keys, the limit is {MAX_KEYS}")
+    if isinstance(message, Ended) and not are_handoffs(message.handoffs):
+        raise ProtocolError(f"{len(message.handoffs)} handoffs are no ids, or more than {MAX_KEYS}")
     if isinstance(message, (Announce, Ready)) and not 0 < message.nbytes < 1 << 48:
         raise ProtocolError(f"an entry of {message.nbytes} bytes is announced")
     if isinstance(message, Ready) and not 0 <= message.ready_nbytes <= message.nbytes:
         raise ProtocolError(f"{message.ready_nbytes} of {message.nbytes} bytes are said to be ready")
     return message
+
+
+def are_handoffs(handoffs: list[bytes]) -> bool:
+    return len(handoffs) <= MAX_KEYS and all(len(one) == ID_BYTES for one in handoffs)
 
 
 def decode_worker(data: bytes) -> WorkerMessage:

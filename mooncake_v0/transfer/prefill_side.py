@@ -22,6 +22,7 @@ from mooncake_v0.transfer.messages import (
     Commit,
     Confirmed,
     Dropped,
+    Ended,
     Message,
     PeerMessage,
     Query,
@@ -80,6 +81,8 @@ class PrefillSide:
         elif isinstance(message, Abort):
             for key in message.keys:
                 self._abort(key)
+        elif isinstance(message, Ended):
+            self._send(message)
 
     def on_peer(self, message: PeerMessage) -> None:
         if isinstance(message, ReadDone):

@@ -12,12 +12,14 @@ from mooncake_v0.errors import ProtocolError
 from mooncake_v0.transfer.messages import (
     KEY_BYTES,
     MAX_KEYS,
+    Ended,
     PeerPool,
     Poll,
     Release,
     Reserve,
     Select,
     WorkerMessage,
+    are_handoffs,
     decode_worker,
 )
 from mooncake_v0.transfer.same_host import HANDLE_BYTES
@@ -25,7 +27,7 @@ from mooncake_v0.transfer.same_host import HANDLE_BYTES
 MAX_WAIT_S = 86_400.0
 MAX_COUNTERS = 256
 _MAX_NBYTES = 1 << 48
-_OF_EACH_KEY = ("keys", "nbytes", "ready_nbytes", "offsets", "reasons", "pools", "generations", "settled")
+_OF_EACH_KEY = ("keys", "nbytes", "ready_nbytes", "offsets", "reasons", "pools", "generations", "settled", "awaited")
 
 
 def decode_checked(data: bytes) -> WorkerMessage:
@@ -56,9 +58,18 @@ def _problem(message: WorkerMessage) -> str:
         return "a negative offset"
     if isinstance(message, (Select, Poll)) and not 0 <= message.wait_s <= MAX_WAIT_S:
         return f"a wait of {message.wait_s} s"
+    if isinstance(message, Ended) and not are_handoffs(message.handoffs):
+        return "what are no handoffs"
+    if isinstance(message, Poll):
+        return _problem_of_handoffs(message)
     if isinstance(message, Release):
         return _problem_of_counters(message.counters)
     return ""
+
+
+def _problem_of_handoffs(poll: Poll) -> str:
+    good = len(poll.handoffs) == len(poll.keys) and are_handoffs([one for one in poll.handoffs if one])
+    return "" if good else "what are no handoffs"
 
 
 def _problem_of_counters(counters: dict[str, float]) -> str:

@@ -10,6 +10,7 @@ import threading
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from mooncake_v0.handoff import GAUGE
 from mooncake_v0.transfer.messages import Status
 
 _PREFIX = "mooncake_v0_"
@@ -56,6 +57,10 @@ class WorkerMetrics:
     def observe(self, status: Status | None) -> None:
         self._agent.observe(status)
 
+    def show_early_decode(self) -> None:
+        """From now on say with whom early decode works: this worker and the scheduler are in one process."""
+        self._agent.show_early_decode()
+
 
 class AgentMetrics:
     """The state of the transfer agents: gauges over all ranks of an instance, counters over all agents of its life."""
@@ -82,6 +87,15 @@ class AgentMetrics:
             )
         }
         self._read_seconds = Counter(_PREFIX + "read_seconds", "Time of the engine's reads.")
+        self._early = Gauge(
+            GAUGE,
+            "1 for the two agents, this one and its peer, between which decode takes requests early.",
+            ["epoch", "peer_epoch"],
+            multiprocess_mode="livemax",
+        )
+        self._early_labels: tuple[str, str] | None = None
+        self._shows_early = False
+        self._last: Status | None = None
         self._ended = Counter(_PREFIX + "agent_ends", "Transfer agents that ended, each followed by another.")
         self._lock = threading.Lock()
         self._epoch = ""
@@ -90,6 +104,8 @@ class AgentMetrics:
     def observe(self, status: Status | None) -> None:
         """A report; None when the agent has ended."""
         with self._lock:
+            self._last = status
+            self._observe_early(status)
             self._peer_up.set(int(status is not None and bool(status.peer_epoch)))
             if status is None:
                 self._ended.inc()
@@ -99,6 +115,21 @@ class AgentMetrics:
             self._gauges["buffer_entries"].set(status.entries)
             self._gauges["transfers_in_flight"].set(status.in_flight)
             self._count(status)
+
+    def show_early_decode(self) -> None:
+        with self._lock:
+            self._shows_early = True
+            self._observe_early(self._last)
+
+    def _observe_early(self, status: Status | None) -> None:
+        labels = None if status is None or not status.peer_epoch else (status.epoch, status.peer_epoch)
+        if not self._shows_early or labels == self._early_labels:
+            return
+        if self._early_labels is not None:
+            self._early.labels(*self._early_labels).set(0)
+        if labels is not None:
+            self._early.labels(*labels).set(1)
+        self._early_labels = labels
 
     def _count(self, status: Status) -> None:
         """What the counters have grown by; those of a new agent begin at zero."""

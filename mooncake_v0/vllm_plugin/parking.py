@@ -2,8 +2,9 @@
 
 On a consumer `Scheduler.schedule` is wrapped. Before each call, requests in the waiting queue whose entry is announced but
 not here are taken out, and put back after it, in order: they are not scheduled, and everything that looks at the queue
-(abort, counting unfinished requests) still finds them. A request is let through when its entry is here, when it is known
-not to come, or when its deadline has passed. While requests run, they keep their pace; when there is nothing else to run,
+(abort, counting unfinished requests) still finds them. So are requests that came together with their prefill leg, until
+that has ended. A request is let through when its entry is here, when it is known not to come, or when its deadline has
+passed. While requests run, they keep their pace; when there is nothing else to run,
 the call waits a few milliseconds for the first entry, so that the engine's loop does not spin.
 
 Needs the scheduler and the driver's agent in one process, as on GPUs and on a single CPU worker. With tensor parallel CPU
@@ -21,16 +22,28 @@ from typing import Any, Callable
 from mooncake_v0.errors import AgentUnavailableError
 from mooncake_v0.kv.connector import MIN_RATE_BYTES_PER_S
 from mooncake_v0.transfer.agent_client import AgentClient
+from mooncake_v0.vllm_plugin.early_decode import handoff_of
 
 IDLE_WAIT_S = 0.005
 
 
 @dataclass
 class Watched:
-    """A waiting request: its key, until when it may be held back, and whether that is over."""
+    """A waiting request.
+
+    key:        of its entry
+    patience_s: how long an entry may be on its way
+    deadline_s: until when the request may be held back; later while its prefill leg lives
+    handoff:    id of its handoff, or nothing
+    until_s:    how long its prefill leg is believed to live
+    settled:    whether it may be scheduled
+    """
 
     key: bytes
-    deadline_s: float
+    patience_s: float = 0.0
+    deadline_s: float = 0.0
+    handoff: bytes = b""
+    until_s: float = 0.0
     settled: bool = False
 
 
@@ -86,19 +99,26 @@ class ParkingLot:
     def _watch(self, group: Any) -> Watched:
         found = self._key_of(group)
         if found is None:
-            return Watched(b"", 0.0, settled=True)
+            return Watched(b"", settled=True)
         key, nbytes = found
-        return Watched(key, time.monotonic() + self._wait_s + nbytes / MIN_RATE_BYTES_PER_S)
+        now_s, patience_s, handoff = time.monotonic(), self._wait_s + nbytes / MIN_RATE_BYTES_PER_S, handoff_of(group)
+        watched = Watched(key, patience_s, now_s + patience_s)
+        if handoff is not None:
+            watched.handoff, watched.until_s = handoff.id, now_s + handoff.within_s
+        return watched
 
     def _update(self, open_ones: dict[str, Watched], wait_s: float) -> None:
         """Ask the agent which entries are settled; without an agent nothing is worth waiting for."""
-        rows = list(open_ones.values())
+        rows, now_s = list(open_ones.values()), time.monotonic()
+        handoffs = [row.handoff if now_s < row.until_s else b"" for row in rows]
         try:
-            settled = (
-                self._client.poll([row.key for row in rows], wait_s) if self._client.running else [True] * len(rows)
-            )
+            polled = self._client.poll([row.key for row in rows], wait_s, handoffs)
         except AgentUnavailableError:
-            settled = [True] * len(rows)
+            for row in rows:
+                row.settled = True
+            return
         now_s = time.monotonic()
-        for row, is_settled in zip(rows, settled):
+        for row, is_settled, is_awaited in zip(rows, polled.settled, polled.awaited):
+            if is_awaited:
+                row.deadline_s = now_s + row.patience_s
             row.settled = is_settled or now_s >= row.deadline_s

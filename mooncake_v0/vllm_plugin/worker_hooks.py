@@ -31,6 +31,7 @@ from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan, content_key, 
 from mooncake_v0.transfer.agent_client import AgentClient
 from mooncake_v0.transfer.agent_settings import CHECKSUMS, TRANSPORTS, AgentSettings
 from mooncake_v0.transfer.peer import NO_PEER
+from mooncake_v0.vllm_plugin.early_decode import tell_ends
 from mooncake_v0.vllm_plugin.environment import choice, seconds
 from mooncake_v0.vllm_plugin.fingerprint import adapter_identity, model_fingerprint
 from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
@@ -101,6 +102,7 @@ class WorkerTransfer:
         self._fingerprint = b""
         self._plan: TransferPlan | None = None
         self._attention: list[Any] = []  # the model's attention modules, on prefill
+        self._metrics: WorkerMetrics | None = None
         self._agree = _group_agreement(vllm_config.parallel_config.tensor_parallel_size)
 
     def install(self) -> None:
@@ -188,7 +190,8 @@ class WorkerTransfer:
         atexit.register(self.client.close)
 
     def _make_connector(self, client: AgentClient, layout: KVLayout, model_config: Any) -> None:
-        hidden_size, dtype, metrics = _row_size(model_config), model_config.dtype, WorkerMetrics()
+        hidden_size, dtype = _row_size(model_config), model_config.dtype
+        metrics = self._metrics = WorkerMetrics()
         client.on_report = metrics.observe
         if self.config.is_producer:
             self.producer = Producer(client, layout, hidden_size=hidden_size, hidden_dtype=dtype, count=metrics.count)
@@ -211,8 +214,12 @@ class WorkerTransfer:
         )
 
     def attach_scheduler(self, scheduler: Any) -> None:
-        """Hold back requests whose entries are on their way; the step itself then hardly has to wait."""
-        if self.consumer is None or self.client is None:
+        """On decode hold back requests whose entries are on their way; the step itself then hardly has to wait."""
+        if self.client is None or self._metrics is None:
+            return
+        self._metrics.show_early_decode()
+        if self.consumer is None:
+            tell_ends(scheduler, self.client.end)
             return
         layout, wait_s = self.consumer.layout, self.consumer.wait_s
 

@@ -169,7 +169,7 @@ def test_without_a_peer_nobody_is_asked(make_agents: MakeAgents, monkeypatch: py
 
     assert agents.store(1, MIB, fill=1) == "no_peer"
     assert agents.fetch(1) == "no_peer"
-    assert agents.decode.poll([key(1)], 5.0) == [True]
+    assert agents.decode.poll([key(1)], 5.0).settled == [True]
 
 
 @pytest.mark.parametrize(("change", "sentence"), DISAGREEMENTS, ids=["model", "tp"])

@@ -185,7 +185,7 @@ def a_message(numbers: random.Random) -> Message:
         Abort(names),
         Release(names, {f"counter {numbers.randrange(1 << 40)}": 1.0}),
         Select(1, names, numbers.choice((0.0, 0.001))),
-        Poll(1, names, 0.0),
+        Poll(1, names, 0.0, [b""] * len(names)),
         PeerPoolMapped(numbers.randrange(-1, 3)),
     ]
     return numbers.choice(messages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -9,15 +10,29 @@ from typing import Any
 
 import pytest
 
+from mooncake_v0.handoff import HEADER, ID_BYTES, Handoff
+from mooncake_v0.transfer.agent import TICK_S
+from mooncake_v0.vllm_plugin.early_decode import tell_ends
 from mooncake_v0.vllm_plugin.parking import ParkingLot
 from tests.freezing import frozen
 from tests.transfer.conftest import MIB, Agents, agent_pid, key, wait_until
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
+    """As vLLM's sequence group; ended: what `is_finished` says."""
+
     request_id: str
     number: int
+    handoff: Handoff | None = None
+    ended: bool = False
+
+    @property
+    def trace_headers(self) -> dict[str, str] | None:
+        return None if self.handoff is None else {HEADER: self.handoff.header()}
+
+    def is_finished(self) -> bool:
+        return self.ended
 
 
 @dataclass
@@ -27,6 +42,17 @@ class Scheduler:
     waiting: deque[Group] = field(default_factory=deque)
     running: deque[Group] = field(default_factory=deque)
     swapped: deque[Group] = field(default_factory=deque)
+
+    def add_seq_group(self, group: Group) -> None:
+        self.waiting.append(group)
+
+    def free_finished_seq_groups(self) -> None:
+        """Nothing is held for a group here."""
+
+    def abort_seq_group(self, request_id: str) -> None:
+        for group in [group for group in self.waiting if group.request_id == request_id]:
+            self.waiting.remove(group)
+            group.ended = True
 
     def schedule(self) -> list[str]:
         taken = [group.request_id for group in self.waiting]
@@ -106,23 +132,134 @@ def test_aborted_request_is_forgotten(shared_agents: Agents, announced: int) -> 
     assert list(scheduler.waiting) == []
 
 
-def test_idle_scheduler_does_not_spin_and_a_busy_one_does_not_wait(shared_agents: Agents, announced: int) -> None:
+def test_idle_scheduler_waits_a_little_and_a_busy_one_does_not(shared_agents: Agents, announced: int) -> None:
     scheduler = Scheduler(deque([Group("slow", announced)]))
-    park(scheduler, shared_agents)
-    schedule(scheduler)
+    park(scheduler, shared_agents, wait_s=60.0)
 
-    started = time.monotonic()
-    for _ in range(20):
-        schedule(scheduler)
-    idle_s = time.monotonic() - started
+    def twenty_s() -> float:
+        started = time.monotonic()
+        for _ in range(20):
+            assert schedule(scheduler) == []
+        return time.monotonic() - started
+
+    idle_s = twenty_s()
     scheduler.running.append(Group("busy", 0))
-    started = time.monotonic()
-    for _ in range(20):
-        schedule(scheduler)
-    busy_s = time.monotonic() - started
+    busy_s = twenty_s()
 
-    assert idle_s >= 20 * 0.004
+    assert idle_s >= 20 * 0.004  # else the engine would spin
+    assert idle_s < 20 * TICK_S / 2  # the agent answers when it was asked to, not when it looks around next
     assert busy_s < idle_s
+
+
+@dataclass
+class Legs:
+    """Both legs of one request, sent at the same time; decode's is on its scheduler, prefill's has not begun to compute."""
+
+    agents: Agents
+    prefill: Scheduler
+    decode: Scheduler
+    number: int = field(default_factory=lambda: time.monotonic_ns() % (1 << 40))
+    handoff: Handoff = field(default_factory=lambda: Handoff(os.urandom(ID_BYTES), within_s=60))
+
+    def send(self, wait_s: float = 0.2) -> Group:
+        """Returns prefill's leg."""
+        tell_ends(self.prefill, self.agents.prefill.end)
+        park(self.decode, self.agents, wait_s)
+        leg = Group("prefill", self.number, self.handoff)
+        self.prefill.add_seq_group(leg)
+        self.decode.add_seq_group(Group("decode", self.number, self.handoff))
+        return leg
+
+    def hold_for(self, seconds: float) -> None:
+        """Whatever decode's patience is, nothing is let through so long."""
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            assert schedule(self.decode) == []
+
+    def let_through(self) -> None:
+        wait_until(lambda: schedule(self.decode) == ["decode"], "decode's leg is scheduled")
+
+
+@pytest.fixture
+def legs(shared_agents: Agents) -> Legs:
+    return Legs(shared_agents, Scheduler(), Scheduler())
+
+
+def test_early_request_waits_for_an_entry_that_nobody_has_announced_yet(legs: Legs) -> None:
+    legs.send()
+    legs.hold_for(0.5)
+
+    assert legs.agents.prefill.reserve([key(legs.number)], [MIB]).reasons == [""]
+    assert schedule(legs.decode) == []
+    legs.agents.prefill.commit([key(legs.number)], [MIB])
+
+    legs.let_through()
+    assert legs.agents.fetch(legs.number, wait_s=0.0) != "late"
+
+
+def test_early_request_computes_when_its_prefill_ends_without_an_entry(legs: Legs) -> None:
+    leg = legs.send()
+    legs.hold_for(0.5)
+
+    leg.ended = True
+    legs.prefill.free_finished_seq_groups()
+
+    legs.let_through()
+
+
+def test_early_request_computes_when_its_prefill_is_aborted(legs: Legs) -> None:
+    legs.send()
+    legs.hold_for(0.3)
+
+    legs.prefill.abort_seq_group("prefill")
+
+    legs.let_through()
+
+
+def test_early_request_that_comes_after_the_end_of_its_prefill_computes_at_once(legs: Legs) -> None:
+    legs.agents.prefill.end([legs.handoff.id])
+    park(legs.decode, legs.agents)
+    legs.decode.add_seq_group(Group("decode", legs.number, legs.handoff))
+
+    legs.let_through()
+
+
+def test_early_request_does_not_wait_longer_than_it_was_told(legs: Legs) -> None:
+    legs.handoff = Handoff(os.urandom(ID_BYTES), within_s=1)
+    legs.send()
+    legs.hold_for(0.8)
+
+    legs.let_through()
+
+
+def test_early_request_that_has_no_room_computes_at_once(legs: Legs) -> None:
+    legs.send()
+
+    reserved = legs.agents.prefill.reserve([key(legs.number)], [1 << 40])
+
+    assert reserved.reasons == ["too_large"]
+    legs.hold_for(0.1)
+    legs.prefill.waiting[0].ended = True
+    legs.prefill.free_finished_seq_groups()
+    legs.let_through()
+
+
+def test_many_early_requests_whose_prefills_never_end_are_forgotten(shared_agents: Agents) -> None:
+    for _ in range(12):
+        polled = shared_agents.decode.poll([key(5)] * 1000, 0.0, [os.urandom(ID_BYTES) for _ in range(1000)])
+        assert polled.awaited[-1]
+
+    assert shared_agents.decode.running
+
+
+def test_early_request_computes_when_the_peer_is_lost(agents: Agents) -> None:
+    legs = Legs(agents, Scheduler(), Scheduler())
+    legs.send(wait_s=60)
+    legs.hold_for(0.3)
+
+    agents.prefill.close()
+
+    legs.let_through()
 
 
 def test_a_frozen_agent_lets_everything_through(agents: Agents) -> None:

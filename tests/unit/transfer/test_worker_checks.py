@@ -7,11 +7,13 @@ import msgspec
 import pytest
 
 from mooncake_v0.errors import ProtocolError
+from mooncake_v0.handoff import ID_BYTES
 from mooncake_v0.transfer.messages import (
     KEY_BYTES,
     MAX_KEYS,
     Abort,
     Commit,
+    Ended,
     Message,
     PeerPool,
     Poll,
@@ -36,9 +38,11 @@ SENSE: list[Message] = [
     Commit([KEY], [0]),
     Abort([KEY]),
     Select(1, [KEY, KEY], 0.0),
-    Poll(1, [KEY], MAX_WAIT_S),
+    Poll(1, [KEY], MAX_WAIT_S, [b""]),
     Selected(1, [-1, 0], [0, 4096], ["late", ""], [0, 1], [0, HUGE]),
-    Polled(1, [True, False]),
+    Poll(1, [KEY, KEY], 0.0, [b"", bytes(ID_BYTES)]),
+    Polled(1, [True, False], [False, False]),
+    Ended([bytes(ID_BYTES)]),
     Release([], {"hits": 1.0}),
     PeerPool(0, 0),
     WorkerStatusRequest(-HUGE),
@@ -58,8 +62,13 @@ NONSENSE: dict[str, Message] = {
     "wait for ever": Select(1, [KEY], math.inf),
     "wait for no number": Select(1, [KEY], math.nan),
     "wait for less than nothing": Select(1, [KEY], -1e300),
-    "poll for ever": Poll(1, [KEY], 1e300),
-    "poll for no number": Poll(1, [KEY], math.nan),
+    "poll for ever": Poll(1, [KEY], 1e300, [b""]),
+    "poll for no number": Poll(1, [KEY], math.nan, [b""]),
+    "poll without handoffs": Poll(1, [KEY], 1.0, []),
+    "poll with a short handoff": Poll(1, [KEY], 1.0, [b"x"]),
+    "polled without what is awaited": Polled(1, [True], []),
+    "ended nothing": Ended([b""]),
+    "ended too many": Ended([bytes(ID_BYTES)] * (MAX_KEYS + 1)),
     "counter that is no number": Release([], {"hits": math.nan}),
     "counter without end": Release([], {"hits": math.inf}),
     "too many counters": Release([], {str(number): 1.0 for number in range(MAX_COUNTERS + 1)}),
