@@ -61,6 +61,12 @@ Examples:
 @click.option("--admin-key-file", type=EXISTING_FILE, help="Keys for the admin port; needed off loopback.")
 @click.option("--cors-origin", multiple=True, help="Let browsers call from this origin; * for all. Off by default.")
 @click.option("--require-prefill", is_flag=True, help="Refuse rather than let decode serve alone.")
+@click.option(
+    "--early-decode/--no-early-decode",
+    default=True,
+    show_default=True,
+    help="Send decode its request together with prefill, where decode can wait for the KV.",
+)
 @click.option("--min-prefill-tokens", default=0, type=click.IntRange(min=0), help="Shorter prompts skip prefill.")
 @click.option("--retries", default=1, show_default=True, type=click.IntRange(min=0), help="Attempts after the first.")
 @click.option("--max-requests-per-pair", default=256, show_default=True, type=COUNT, help="In flight on one pair.")
@@ -163,6 +169,7 @@ def settings_of(options: dict[str, Any]) -> ProxySettings:
         ),
         require_prefill=options["require_prefill"],
         min_prefill_tokens=options["min_prefill_tokens"],
+        early_decode=options["early_decode"],
         retries=options["retries"],
         upstream_key=read_key_file(key_file)[0] if key_file else "",
         cors_origins=tuple(options["cors_origin"]),

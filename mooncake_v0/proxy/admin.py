@@ -147,6 +147,7 @@ def pair_status(pair: Pair) -> dict[str, Any]:
         "name": pair.name,
         "draining": pair.draining,
         "instances_differ": pair.differs,
+        "early_decode": pair.hands_off_early,
         "in_flight": pair.inflight,
         "places": pair.limits.pair_requests,
         "prefill": instance_status(pair.prefill),

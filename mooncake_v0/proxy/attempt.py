@@ -1,5 +1,7 @@
 """One attempt to serve one request on one pair: the prefill leg, then the decode leg. Called by the relay.
 
+Where the pair allows it the decode leg is sent together with the prefill leg; its answer is looked at after prefill's.
+
 Raises LegFailed as long as the client has got no byte and another pair may be tried; Cut when the request was ended
 from outside; ApiError when a stream broke after its first byte.
 """
@@ -7,14 +9,17 @@ from outside; ApiError when a stream broke after its first byte.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from contextlib import contextmanager
 from typing import Iterator
+
+import aiohttp
 
 from mooncake_v0.proxy import failures
 from mooncake_v0.proxy.api_errors import ApiError
 from mooncake_v0.proxy.balancer import Place
+from mooncake_v0.proxy.early import EarlyLeg
 from mooncake_v0.proxy.failures import LegFailed
 from mooncake_v0.proxy.guard import CLIENT_GONE, CLIENT_STALLED, INSTANCE_LOST, SHUTDOWN, Cut
 from mooncake_v0.proxy.job import Job, Services
@@ -35,9 +40,16 @@ class Attempt:
         self.place = place
         self.pair = place.pair
         self.passing = Passing(services, job, place)
+        self._early: EarlyLeg | None = None
 
     async def run(self) -> None:
         """Serve the request. Returns when the client has the whole answer."""
+        try:
+            await self._run()
+        finally:
+            self._drop_early()
+
+    async def _run(self) -> None:
         record = self.job.record
         refusal = None
         if self.job.plan.prefill_body is None:
@@ -71,12 +83,14 @@ class Attempt:
             if self.services.settings.require_prefill or self._another_pair_is_whole():
                 raise
             self._failed(failure)
+            self._drop_early()
             record.disaggregated = "fallback"
             record.error = failure.kind
             return None
         if refusal is not None and refusal.status in REFUSED_FIELDS and not self.services.settings.require_prefill:
             # vLLM's message quotes the body, and this one quotes the copy; decode refuses the client's own words, or
             # serves what only this prefill instance will not have
+            self._drop_early()
             record.disaggregated, record.skip_reason = "skipped", "refused_by_prefill"
             return None
         record.disaggregated = "yes" if refusal is None else ""
@@ -111,7 +125,8 @@ class Attempt:
             started_s = time.monotonic()
             self.job.record.phase = "prefill"
             with self._leg(pair.prefill, "prefill", allowed_s):
-                answer = await self.services.upstream.prefill(pair.prefill, self.job.path, body, self._json_headers())
+                headers = [*self._json_headers(), *self._send_early(allowed_s)]
+                answer = await self.services.upstream.prefill(pair.prefill, self.job.path, body, headers)
             now_s = time.monotonic()
         self.job.record.prefill_s = now_s - started_s
         kind = failures.failing_status(answer.status)
@@ -121,6 +136,21 @@ class Attempt:
             raise LegFailed(pair.prefill, failures.UNUSABLE, answer)
         pair.prefill.succeeded(now_s, now_s - started_s)
         return answer if answer.status >= 400 else None
+
+    def _send_early(self, prefill_s: float) -> list[tuple[str, str]]:
+        """Send decode's leg now, if this pair takes it now; what prefill's leg must say then."""
+        pair, services = self.pair, self.services
+        wanted = services.settings.early_decode and self.job.plan.one_prompt and pair.hands_off_early
+        if not wanted or not pair.decode.usable(time.monotonic()):
+            return []
+        self._early = EarlyLeg(services.upstream, self.job, pair.decode, prefill_s)
+        self.job.record.early = True
+        return self._early.headers
+
+    def _drop_early(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            early.drop()
 
     def _json_headers(self) -> list[tuple[str, str]]:
         return [(name, value) for name, value in self.job.headers if name != "content-type"] + [
@@ -135,7 +165,7 @@ class Attempt:
         self.job.record.phase = "decode"
         first_s = timeouts.decode_first_byte_s if plan.stream else timeouts.decode_json_s
         with self._leg(decode, "decode", first_s):
-            response = await self.services.upstream.decode(decode, self.job.target, self.job.body, self.job.headers)
+            response = await self._decode_response()
             try:
                 if response.status == 200 and response.content_type == "text/event-stream":
                     await self.passing.events(response, started_s)
@@ -145,9 +175,17 @@ class Attempt:
                 # a response that has been read to its end has given its connection back already
                 response.close()
 
+    async def _decode_response(self) -> aiohttp.ClientResponse:
+        if self._early is not None:
+            with contextlib.suppress(LegError):  # as if it had not been sent
+                response = await self._early.response()
+                self._early = None
+                return response
+        return await self.services.upstream.decode(self.pair.decode, self.job.target, self.job.body, self.job.headers)
+
     # both
 
-    @contextmanager
+    @contextlib.contextmanager
     def _leg(self, instance: Instance, step: str, seconds: float) -> Iterator[None]:
         """Count a leg in and out, with its deadline; turn what ends it into LegFailed where it may still move."""
         guard = self.job.guard

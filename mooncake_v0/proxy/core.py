@@ -148,7 +148,14 @@ class Proxy:
         assert self.upstream is not None
         pair = Pair(spec, self.settings.limits, self.settings.health)
         probers = [
-            Prober(instance, pair, self.upstream, self.settings.upstream_key, self.instance_changed)
+            Prober(
+                instance,
+                pair,
+                self.upstream,
+                self.settings.upstream_key,
+                self.instance_changed,
+                early_decode=self.settings.early_decode,
+            )
             for instance in pair.instances
         ]
         self._probers[spec.name] = [_task(prober.run()) for prober in probers]

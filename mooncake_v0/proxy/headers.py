@@ -6,6 +6,8 @@ import re
 import uuid
 from typing import Iterable
 
+from mooncake_v0.handoff import HEADER
+
 RawHeaders = list[tuple[bytes, bytes]]
 
 # RFC 9110 §7.6.1, and what belongs to one connection only
@@ -22,7 +24,7 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id", b"origin"}
+NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id", b"origin", HEADER.encode()}
 # the server in front makes its own; a fixed length is set again where the body is sent in one piece
 NOT_RETURNED = HOP_BY_HOP | {b"date", b"server", b"content-length", b"x-request-id"}
 

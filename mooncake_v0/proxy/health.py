@@ -1,8 +1,9 @@
 """Watches the instances: one task for each, from when its pair is added until it is removed.
 
 Every second: GET /health. When an instance comes up, and every half minute: GET /v1/models for its model names and
-context length. When requests are in flight and nothing has come out for long, a request of one token asks it to prove
-that it lives: vLLM's /health answers 200 as long as the process lives, also when the engine is stuck.
+context length, and GET /metrics to learn whether decode may be sent requests early. When requests are in flight and nothing
+has come out for long, a request of one token asks it to prove that it lives: vLLM's /health answers 200 as long as the
+process lives, also when the engine is stuck.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from typing import Any
 
 import aiohttp
 from yarl import URL
 
+from mooncake_v0.handoff import GAUGE
 from mooncake_v0.proxy.legs import EXCHANGE_ERRORS, Upstream
 from mooncake_v0.proxy.pairs import UP, Instance, Pair
 from mooncake_v0.proxy.settings import Timeouts
@@ -23,6 +26,9 @@ from mooncake_v0.proxy.settings import Timeouts
 logger = logging.getLogger(__name__)
 
 MODELS_EVERY_S = 30.0
+METRICS_EVERY_S = 2.0  # until prefill and decode have found each other; then as seldom as the models
+AGENTS = re.compile(rb"^%s\{([^}]*)\} 1(?:\.0)?$" % GAUGE.encode(), re.MULTILINE)
+LABEL = re.compile(rb'(\w+)="([0-9a-f]+)"')
 PROOF_TIMEOUT_S = 10.0
 PROOF_READ_BYTES = 65536
 
@@ -30,7 +36,9 @@ PROOF_READ_BYTES = 65536
 class Prober:
     """Watches one instance of one pair. `changed` is called, with the instance, whenever its usability changed."""
 
-    def __init__(self, instance: Instance, pair: Pair, upstream: Upstream, key: str, changed: Any) -> None:
+    def __init__(
+        self, instance: Instance, pair: Pair, upstream: Upstream, key: str, changed: Any, *, early_decode: bool
+    ) -> None:
         self.instance = instance
         self.pair = pair
         self.health = instance.health
@@ -39,6 +47,8 @@ class Prober:
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.changed = changed
         self.models_known_s = 0.0
+        self.early_decode = early_decode
+        self.metrics_read_s = 0.0
 
     async def run(self) -> None:
         while True:
@@ -68,6 +78,8 @@ class Prober:
             self.changed(instance)
         elif time.monotonic() - self.models_known_s > MODELS_EVERY_S:
             await self._learn_models()
+        if self.early_decode and time.monotonic() - self.metrics_read_s > self._metrics_every_s():
+            await self._learn_agents()
         await self._demand_proof()
 
     async def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
@@ -90,6 +102,26 @@ class Prober:
         except (*EXCHANGE_ERRORS, KeyError, TypeError, AttributeError):
             # tried again in a second; the checks that need it do without
             return
+
+    def _metrics_every_s(self) -> float:
+        return MODELS_EVERY_S if self.pair.hands_off_early else METRICS_EVERY_S
+
+    async def _learn_agents(self) -> None:
+        """Read whose peer the instance's transfer agent is; None where there is no such thing."""
+        self.metrics_read_s = time.monotonic()
+        before = self.pair.hands_off_early
+        try:
+            status, body = await self._get("/metrics", self.health.probe_timeout_s)
+        except EXCHANGE_ERRORS:
+            return
+        found = AGENTS.search(body) if status == 200 else None
+        labels = dict(LABEL.findall(found[1])) if found is not None else {}
+        try:
+            self.instance.agents = labels[b"epoch"].decode(), labels[b"peer_epoch"].decode()
+        except KeyError:
+            self.instance.agents = None
+        if self.pair.hands_off_early and not before:
+            logger.info("decode of pair %s takes requests together with prefill", self.pair.name)
 
     def _compare(self) -> None:
         """Say so when the two instances of a pair do not serve the same: KV of one model is of no use to another."""

@@ -48,6 +48,7 @@ class Instance:
         self.latencies_s: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self.models: tuple[str, ...] = ()
         self.max_model_len = 0
+        self.agents: tuple[str, str] | None = None  # epochs of its transfer agent and of that one's peer
         # requests on this instance that can still go elsewhere: no byte of their answer has been sent
         self.movable: set[Guard] = set()
         self.inflight = 0
@@ -124,6 +125,7 @@ class Instance:
     def refused(self) -> None:
         """A connection was refused: nothing listens. The next probes say when that changes."""
         self.state = DOWN
+        self.agents = None
         self.probe_successes = 0
 
     # what probes report
@@ -148,6 +150,7 @@ class Instance:
         was_up = self.state == UP
         self.probe_successes = 0
         self.probe_failures += 1
+        self.agents = None
         if refused:
             self.state = STARTING if self.state == STARTING else DOWN
         elif self.probe_failures >= self.health.probe_failures and self.state == UP:
@@ -178,6 +181,12 @@ class Pair:
     @property
     def instances(self) -> tuple[Instance, Instance]:
         return self.prefill, self.decode
+
+    @property
+    def hands_off_early(self) -> bool:
+        """Whether decode may be sent a request before prefill has its KV: the two are each other's peers, and say so."""
+        prefill, decode = self.prefill.agents, self.decode.agents
+        return prefill is not None and decode is not None and prefill == (decode[1], decode[0])
 
     def has_place(self, prompt_tokens: int) -> bool:
         """Whether one more request fits; a prompt above the whole budget may come alone."""

@@ -77,6 +77,7 @@ class RequestPlan:
     prompt_tokens:   exact for token ids, an estimate for text
     prompt_key:      equal for requests with the same prompt KV; empty where prefill is skipped
     tokenize_body:   what to ask /tokenize to learn whether the prompt fits the context; None: clear without asking
+    one_prompt:      there is one, not a list of them
     answer_tokens:   tokens of the answer that the context must have room for; used with tokenize_body
     """
 
@@ -87,6 +88,7 @@ class RequestPlan:
     prompt_key: bytes = b""
     tokenize_body: bytes | None = None
     answer_tokens: int = 0
+    one_prompt: bool = False
 
 
 def plan_request(
@@ -117,7 +119,12 @@ def plan_request(
         prompt_key=prompt_key(fields),
         tokenize_body=question,
         answer_tokens=answer_tokens,
+        one_prompt=chat or _is_one_prompt(fields.get("prompt")),
     )
+
+
+def _is_one_prompt(prompt: Any) -> bool:
+    return isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int))
 
 
 def _json_object(content_type: str, body: bytes) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ class Record:
     """Filled while the request is served; times in seconds on the monotonic clock, 0.0 where it did not happen.
 
     disaggregated:  "yes", "fallback" (prefill was wanted but could not serve), "skipped" (not wanted), "" (no decode)
+    early:          decode's leg was sent together with prefill's
     outcome:        "ok", "client_error", "error", "client_gone", "broken" (after the first byte)
     """
 
@@ -27,6 +28,7 @@ class Record:
     pair: str = ""
     disaggregated: str = ""
     skip_reason: str = ""
+    early: bool = False
     prompt_tokens: int = 0
     body_bytes: int = 0
     queued_s: float = 0.0
@@ -62,6 +64,7 @@ class Record:
             "pair": self.pair,
             "disaggregated": self.disaggregated,
             "skip_reason": self.skip_reason,
+            "early": self.early,
             "stream": self.stream,
             "attempts": self.attempts,
             "prompt_tokens_estimate": self.prompt_tokens,

@@ -84,6 +84,7 @@ class ProxySettings:
 
     require_prefill:     never serve from decode alone for want of a prefill instance
     min_prefill_tokens:  shorter prompts go to decode alone; 0 sends every prompt through prefill
+    early_decode:        send decode's leg together with prefill's where a pair can take it
     upstream_key:        sent to the instances in place of the client's Authorization
     retries:             how often a request may be sent again after an instance failed it; 0: never
     cors_origins:        origins that browsers may call from; "*": all; empty: no CORS headers
@@ -97,6 +98,7 @@ class ProxySettings:
     health: Health = field(default_factory=Health)
     require_prefill: bool = False
     min_prefill_tokens: int = 0
+    early_decode: bool = True
     retries: int = 1
     upstream_key: str = field(default="", repr=False)
     cors_origins: tuple[str, ...] = ()

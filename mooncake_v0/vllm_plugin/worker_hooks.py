@@ -79,8 +79,9 @@ def patch_llm_engine() -> None:
 def _with_parking(original: Callable[..., None]) -> Callable[..., None]:
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        worker = getattr(getattr(self.model_executor, "driver_worker", None), "worker", None)
-        transfer = getattr(worker, "mooncake_v0", None)
+        # the worker itself, not its wrapper (executor/gpu_executor.py:25, executor/cpu_executor.py); nothing of ours if it
+        # is the proxy of a worker in another process
+        transfer = getattr(getattr(self.model_executor, "driver_worker", None), "mooncake_v0", None)
         if isinstance(transfer, WorkerTransfer):
             for scheduler in self.scheduler:
                 transfer.attach_scheduler(scheduler)

@@ -14,6 +14,8 @@ import struct
 from dataclasses import dataclass, field
 from typing import Awaitable, Callable, Optional
 
+from mooncake_v0.handoff import GAUGE
+
 MODELS = {"object": "list", "data": [{"id": "tiny", "object": "model", "max_model_len": 4096}]}
 
 
@@ -140,14 +142,22 @@ async def like_vllm(received: Received, reader: asyncio.StreamReader, writer: as
         writer.write(response(200, COMPLETION))
 
 
+def agent_metrics(epoch: str, peer_epoch: str) -> bytes:
+    """What of an instance's /metrics tells whose peer its transfer agent is; the lines before and after are others'."""
+    lines = ("vllm:num_requests_running 0.0", f'{GAUGE}{{epoch="{epoch}",peer_epoch="{peer_epoch}"}} 1.0')
+    return "\n".join((f'{GAUGE}{{epoch="{epoch}",peer_epoch="0ld"}} 0.0', *lines, "up 1.0", "")).encode()
+
+
 class Backend:
     """One instance. `received` holds the POST requests in the order of their arrival."""
 
     def __init__(self, behaviour: Behaviour = like_vllm) -> None:
         self.behaviour = behaviour
         self.healthy = True
+        self.metrics = b""
         self.received: list[Received] = []
         self.connections = 0
+        self.gets = 0
         self.port = 0
         self._server: Optional[asyncio.AbstractServer] = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -202,6 +212,7 @@ class Backend:
         body = await reader.readexactly(int(headers.get("content-length", "0")))
         received = Received(method, target, headers, body)
         if method == "GET":
+            self.gets += 1
             await self._get(target, writer)
         else:
             self.received.append(received)
@@ -211,6 +222,7 @@ class Backend:
 
     async def _get(self, target: str, writer: asyncio.StreamWriter) -> None:
         known = {"/health": b"", "/v1/models": json.dumps(MODELS).encode(), "/version": b'{"version":"0.6.4.post1"}'}
+        known["/metrics"] = self.metrics
         status = 200 if target in known else 404
         if target == "/health" and not self.healthy:
             status = 500

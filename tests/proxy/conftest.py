@@ -19,7 +19,7 @@ from mooncake_v0.proxy.app import build_app
 from mooncake_v0.proxy.core import Proxy, Sources
 from mooncake_v0.proxy.server import Bind, Listener
 from mooncake_v0.proxy.settings import Health, PairSpec, ProxySettings, Timeouts
-from tests.proxy.backend import Backend, Behaviour, like_vllm
+from tests.proxy.backend import Backend, Behaviour, agent_metrics, like_vllm
 
 # patient where a busy machine would otherwise look like a fault, quick where nothing but waiting would be lost
 PATIENT = ProxySettings(
@@ -107,9 +107,13 @@ async def start_proxy() -> AsyncIterator[StartProxy]:
         decode: Behaviour = like_vllm,
         sources: Optional[Sources] = None,
         wait: bool = True,
+        early: bool = False,
         **changes: Any,
     ) -> Running:
         made = [Pair(await Backend(prefill).start(), await Backend(decode).start()) for _ in range(pairs)]
+        for number, pair in enumerate(made if early else []):
+            epochs = (f"{number:02x}aa", f"{number:02x}bb")
+            pair.prefill.metrics, pair.decode.metrics = agent_metrics(*epochs), agent_metrics(*reversed(epochs))
         backends.extend(one for pair in made for one in (pair.prefill, pair.decode))
         specs = tuple(PairSpec(f"pair-{i}", pair.prefill.url, pair.decode.url) for i, pair in enumerate(made))
         log = io.StringIO()
@@ -125,6 +129,8 @@ async def start_proxy() -> AsyncIterator[StartProxy]:
         await eventually(lambda: proxy.relay is not None)
         if wait:
             await running.until_up()
+        if early:
+            await eventually(lambda: all(pair.hands_off_early for pair in proxy.balancer.pairs.values()))
         return running
 
     yield start
