@@ -32,7 +32,6 @@ def autoload() -> None:
 
     wrapt.register_post_import_hook(_patch_engine, "vllm.engine.llm_engine")
     wrapt.register_post_import_hook(_patch_worker_base, "vllm.worker.worker_base")
-    wrapt.register_post_import_hook(_patch_serving, "vllm.entrypoints.openai.serving_engine")
 
 
 def general_plugin() -> None:
@@ -45,7 +44,6 @@ def general_plugin() -> None:
     for name, patch in (
         ("vllm.engine.llm_engine", _patch_engine),
         ("vllm.worker.worker_base", _patch_worker_base),
-        ("vllm.entrypoints.openai.serving_engine", _patch_serving),
     ):
         if name in sys.modules:
             patch(sys.modules[name])
@@ -65,12 +63,6 @@ def _patch_engine(module: ModuleType) -> None:
 
     patch_engine_args()
     patch_llm_engine()
-
-
-def _patch_serving(module: ModuleType) -> None:
-    from mooncake_v0.vllm_plugin.early_decode import patch_serving
-
-    patch_serving()
 
 
 def _patch_worker_base(module: ModuleType) -> None:

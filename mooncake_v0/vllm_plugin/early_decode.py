@@ -8,17 +8,16 @@ announced it yet; prefill's scheduler tells when a leg has ended, stored or not.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, Callable, Mapping
 
 from mooncake_v0.handoff import HEADER, Handoff, parse_handoff
 from mooncake_v0.vllm_plugin.wrapping import wrap_once
 
 
-def patch_serving() -> None:
-    """Wrap OpenAIServing._get_trace_headers; safe to call again."""
-    from vllm.entrypoints.openai.serving_engine import OpenAIServing
-
-    wrap_once(OpenAIServing, "_get_trace_headers", _with_handoff)
+def patch_serving(module: ModuleType) -> None:
+    """Wrap OpenAIServing._get_trace_headers of entrypoints/openai/serving_engine.py."""
+    wrap_once(module.OpenAIServing, "_get_trace_headers", _with_handoff)
 
 
 def _with_handoff(original: Callable[..., Any]) -> Callable[..., Any]:

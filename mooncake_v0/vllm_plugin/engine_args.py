@@ -14,10 +14,13 @@ import os
 from pathlib import Path
 from typing import Any, Callable
 
+import wrapt
+
 from mooncake_v0.config.load import load_config
 from mooncake_v0.config.model import MAX_RANKS, MooncakeConfig
 from mooncake_v0.errors import ConfigError, CouldNotCheckError, MooncakeV0Error, UnsupportedError
 from mooncake_v0.transfer.engine import check_engine_version
+from mooncake_v0.vllm_plugin import client_gone, early_decode
 from mooncake_v0.vllm_plugin.engine_start import patch_engine_start
 from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig, parse_kv_transfer_config
@@ -106,6 +109,7 @@ def _with_config(create_engine_config: Callable[..., Any]) -> Callable[..., Any]
         patch_engine_start()
         patch_parallel_samples()
         pass_token_lists()
+        _patch_server()
         provide_airports()
         try:
             config = _prepare(self, config)
@@ -120,6 +124,16 @@ def _with_config(create_engine_config: Callable[..., Any]) -> Callable[..., Any]
         return vllm_config
 
     return create
+
+
+def _patch_server() -> None:
+    """What is changed in the OpenAI server: now in the server's process, never in an engine's that does not import it."""
+    for name, patch in (
+        ("serving_engine", early_decode.patch_serving),
+        ("serving_completion", client_gone.patch_completions),
+        ("serving_chat", client_gone.patch_chat),
+    ):
+        wrapt.register_post_import_hook(patch, f"vllm.entrypoints.openai.{name}")
 
 
 def _prepare(engine_args: Any, config: KVTransferConfig) -> KVTransferConfig:
