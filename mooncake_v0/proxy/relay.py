@@ -2,6 +2,7 @@
 
     read the body ─► plan ─► a place on a pair ─► prefill leg ─► decode leg, its bytes passed on as they come
 
+Where a pair can take it, the decode leg is sent with the prefill leg already, and only looked at after it (`early.py`).
 Until the first byte of decode's body has been passed on, a request whose pair fails moves, both legs, to another pair.
 After it, nothing is repeated: a stream that breaks ends in an error event. A client that goes away cancels whatever
 leg is running; the connector's lookup buffer needs no cleaning up. If prefill cannot serve, decode does so alone,
