@@ -49,6 +49,8 @@ Examples:
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(1, 16), help="With --start.")
 @click.option("--kv-buffer-size", metavar="SIZE", help="With --start.  [default: 8 of the longest prompts]")
 @click.option("--vllm-arg", "vllm_args", multiple=True, metavar="ARG", help="With --start: for all three instances.")
+@click.option("--prefill-gpus", metavar="LIST", help="With --start: CUDA_VISIBLE_DEVICES of prefill, such as 0.")
+@click.option("--decode-gpus", metavar="LIST", help="With --start: of decode and the plain instance, such as 1.")
 @click.option(
     "--config",
     "config_path",
@@ -100,6 +102,8 @@ def serve(
     tp: int,
     kv_buffer_size: str | None,
     vllm_args: tuple[str, ...],
+    prefill_gpus: str | None,
+    decode_gpus: str | None,
     config_path: Path | None,
     prompt_tokens: tuple[int, ...] | None,
     requests: int,
@@ -146,7 +150,7 @@ def serve(
         if model is None:
             counters = status_reader(config_path)
         else:
-            start = StartOptions(model, tp, kv_buffer_size, vllm_args, folder)
+            start = StartOptions(model, tp, kv_buffer_size, vllm_args, folder, prefill_gpus, decode_gpus)
             options, counters = stack.enter_context(started(start, options))
         report = _measure(options, counters)
     _write(report, json_path, png_path, html_path)

@@ -32,6 +32,8 @@ class StartOptions:
     kv_buffer_size: str | None
     vllm_args: Sequence[str] = field(default_factory=tuple)
     folder: Path | None = None
+    prefill_gpus: str | None = None
+    decode_gpus: str | None = None
 
 
 @contextlib.contextmanager
@@ -86,7 +88,15 @@ def _pair_options(start: StartOptions, options: ServeOptions, folder: Path) -> P
         kv_buffer_size=_buffer_bytes(start.kv_buffer_size, model, longest),
         vllm_args=[*arguments, *start.vllm_args],
         environment=environment,
+        gpus={name: gpus for name, gpus in _gpus(start) if gpus is not None},
     )
+
+
+def _gpus(start: StartOptions) -> Iterator[tuple[str, str | None]]:
+    """The plain instance is compared with decode, and so gets the same."""
+    yield "prefill", start.prefill_gpus
+    yield "decode", start.decode_gpus
+    yield "plain", start.decode_gpus
 
 
 def _buffer_bytes(text: str | None, model: str, longest_tokens: int) -> int:

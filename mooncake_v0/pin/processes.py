@@ -99,7 +99,10 @@ class ManagedProcess:
 
 @dataclass
 class PairOptions:
-    """What to start. metadata_url None starts our own metadata server; vllm_args go to both instances."""
+    """What to start. metadata_url None starts our own metadata server; vllm_args go to both instances.
+
+    gpus: CUDA_VISIBLE_DEVICES of prefill, decode and plain, where it is to be set
+    """
 
     model: str
     folder: Path
@@ -108,6 +111,7 @@ class PairOptions:
     kv_buffer_size: float = 1e9
     vllm_args: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    gpus: Mapping[str, str] = field(default_factory=dict)
 
 
 class Pair:
@@ -172,6 +176,7 @@ class Pair:
             role,
             vllm_command(self.options.model, self.api_ports[role], self.options.tp, args),
             f"{self.api_url(role)}/health",
+            self._gpus(role),
         )
 
     def start_plain(
@@ -180,7 +185,8 @@ class Pair:
         """One instance without transfer, to compare with; `environment` is added to that of the others."""
         args = [*self.options.vllm_args, *extra_args]
         command = vllm_command(self.options.model, port, self.options.tp, args)
-        return self._start("plain", command, f"http://127.0.0.1:{port}/health", environment or {})
+        more = {**self._gpus("plain"), **(environment or {})}
+        return self._start("plain", command, f"http://127.0.0.1:{port}/health", more)
 
     def start_proxy(self) -> ManagedProcess:
         command = [sys.executable, "-m", "mooncake_v0", "proxy", "--port", str(self.proxy_port)]
@@ -243,6 +249,10 @@ class Pair:
         for name in together:
             self.processes.pop(name).end()
         self.stop("metadata")
+
+    def _gpus(self, name: str) -> dict[str, str]:
+        gpus = self.options.gpus.get(name)
+        return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
 
     def _start(
         self, name: str, command: Sequence[str], ready_url: str, more: Mapping[str, str] | None = None

@@ -3,7 +3,8 @@
 For each transport (default: cuda_ipc, shm, engine) `mooncake-v0 bench serve` starts a pair and a plain instance of an
 8B-shaped model (36 layers, 8 KV heads, 128 wide: 144 KiB a token) with dummy weights on one GPU, CUDA graphs on, sends the
 same prompts of 128 to 32,768 tokens to both, and measures the pace of running answers while prompts of 16,384 tokens keep
-arriving. FOLDER gets the reports and the servers' logs.
+arriving. Where there is a second GPU, prefill has it to itself (and cuda_ipc is a copy from GPU to GPU). FOLDER gets the
+reports and the servers' logs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
 
 from mooncake_v0.pin.tiny_model import write_tokenizer
 
@@ -48,6 +51,8 @@ def run(model: Path, folder: Path, transport: str) -> int:
     command += ["--rates", "none", "--pace-prompt-tokens", "16384", "--kv-buffer-size", "10e9", "--seed", "1"]
     command += [f"--vllm-arg={argument}" for argument in VLLM_ARGS]
     command += ["--json", str(folder.parent / f"serve-{transport}.json")]
+    if torch.cuda.device_count() > 1:  # each sees both, so that one can open the other's memory; it uses the first
+        command += ["--prefill-gpus", "1,0", "--decode-gpus", "0,1"]
     environment = {**os.environ, "MOONCAKE_V0_TRANSPORT": transport}
     return subprocess.run(command, env=environment, check=False).returncode
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mooncake_v0.handoff import HEADER
 from tests.proxy import backend
 from tests.proxy.backend import Behaviour, answer, vllm_error
 from tests.proxy.conftest import HURRIED, PATIENT, Running, StartProxy
@@ -22,6 +23,21 @@ FAULTS: dict[str, Behaviour] = {
 FINAL = {"400": 400, "401": 401, "404": 404, "422": 422}
 DECODE_STATUS = {**FINAL, "500": 500, "503": 503, "reset": 502, "timeout": 504, "garbage": 502, "refused": 503}
 STREAMED = [pytest.param(False, id="json"), pytest.param(True, id="sse")]
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "at once"])
+def start_proxy(start_proxy: StartProxy, request: pytest.FixtureRequest) -> StartProxy:
+    """Of pairs that are asked in turn, and of pairs that get both legs at once."""
+
+    async def start(**options: Any) -> Running:
+        return await start_proxy(early=request.param, **options)
+
+    return start
+
+
+def asked(instance: backend.Backend) -> list[backend.Received]:
+    """What it was asked for certain: not the legs that may be taken back."""
+    return [one for one in instance.posts() if HEADER not in one.headers]
 
 
 def error_of(body: bytes) -> dict[str, Any]:
@@ -67,7 +83,7 @@ async def test_prefill_refusal_is_passed_on_and_decode_not_asked(
 
     assert (status, body) == (FINAL[fault], vllm_error(FINAL[fault]))
     assert headers["content-type"] == "application/json"
-    assert running.decode.posts() == []
+    assert asked(running.decode) == []
 
 
 @pytest.mark.parametrize("stream", STREAMED)
@@ -78,7 +94,7 @@ async def test_refusal_by_a_required_prefill_is_passed_on(start_proxy: StartProx
     status, _, body = await running.post({**BODY, "stream": stream})
 
     assert (status, body) == (FINAL[fault], vllm_error(FINAL[fault]))
-    assert running.decode.posts() == []
+    assert asked(running.decode) == []
 
 
 @pytest.mark.parametrize("stream", STREAMED)
@@ -106,7 +122,7 @@ async def test_decode_serves_alone_when_prefill_cannot(start_proxy: StartProxy, 
 
     assert status == 200
     assert headers["x-mooncake-disaggregated"] == "fallback"
-    assert len(running.decode.posts()) == 1
+    assert len(asked(running.decode)) == 1
     assert (b"[DONE]" in body) is stream
 
 
@@ -120,7 +136,7 @@ async def test_required_prefill_that_fails_is_an_error(start_proxy: StartProxy, 
     assert status == DECODE_STATUS[fault]
     assert headers["content-type"] == "application/json"
     assert error_of(body)
-    assert running.decode.posts() == []
+    assert asked(running.decode) == []
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mooncake_v0.pin.processes import Pair, PairOptions
@@ -40,3 +41,14 @@ def test_a_signal_amid_a_start_leaves_no_process_behind(
     (process,) = pair.processes.values()
     pair.stop_all()
     assert process.popen.returncode == -signal.SIGTERM
+
+
+def test_each_instance_sees_the_gpus_that_it_was_given(tmp_path: Path) -> None:
+    pair = Pair(PairOptions("model", tmp_path, gpus={"prefill": "1,0", "decode": "0"}))
+    try:
+        made = [pair.start_instance("prefill"), pair.start_instance("decode"), pair.start_plain(1)]
+        environments = [psutil.Process(process.pid).environ() for process in made]
+    finally:
+        pair.stop_all()
+
+    assert [environment.get("CUDA_VISIBLE_DEVICES") for environment in environments] == ["1,0", "0", None]
