@@ -112,7 +112,7 @@ class Agent:
             self._side = DecodeSide(
                 self._buffer,
                 self._peer,
-                pool.address,
+                pool,
                 send=self._talk.send,
                 submit=self._engine.submit,
                 cancel=self._engine.cancel_queued,

@@ -40,6 +40,7 @@ from mooncake_v0.transfer.messages import (
     Withdrawn,
 )
 from mooncake_v0.transfer.peer import NO_PEER, Peer
+from mooncake_v0.transfer.pool import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class DecodeSide:
         self,
         buffer: LookupBuffer,
         peer: Peer,
-        pool_address: int,
+        pool: Pool,
         *,
         send: Callable[[Message], None],
         submit: Callable[[ReadJob], None],
@@ -104,7 +105,7 @@ class DecodeSide:
     ) -> None:
         self._buffer = buffer
         self._peer = peer
-        self._pool_address = pool_address
+        self._pool = pool
         self._send = send
         self._submit = submit
         self._cancel = cancel
@@ -203,6 +204,11 @@ class DecodeSide:
             return False
         return now_s >= self._queries.get(key, 0.0)
 
+    def _tell_news(self, now_s: float) -> None:
+        """Something may be settled: answer those who wait, and let a worker that does not wait ask again."""
+        self._pool.add_news()
+        self._settle(now_s)
+
     def _settle(self, now_s: float) -> None:
         """Answer every waiter whose answer is known or whose time is over."""
         for waiter in list(self._waiters):
@@ -274,7 +280,7 @@ class DecodeSide:
             self._close_key(message.key, UNKNOWN)
         elif isinstance(message, Ended):
             self._end(message.handoffs)
-        self._settle(now_s)
+        self._tell_news(now_s)
 
     def on_peer_up(self) -> None:
         self._reasons.clear()
@@ -289,7 +295,7 @@ class DecodeSide:
         self._queries.clear()
         self._awaited.clear()
         self._reasons.clear()
-        self._settle(time.monotonic())
+        self._tell_news(time.monotonic())
 
     def tick(self, now_s: float) -> None:
         for key, transfer in list(self._transfers.items()):
@@ -300,7 +306,7 @@ class DecodeSide:
         self.mapped.tick(now_s)
         self._buffer.expire(now_s)
         self._tell_dropped()
-        self._settle(now_s)
+        self._tell_news(now_s)
 
     def answer_in_time(self, now_s: float) -> None:
         """Answer those whose time is over; called between two ticks."""
@@ -370,7 +376,7 @@ class DecodeSide:
             start = transfer.asked_nbytes
             part = min(PART_BYTES if transfer.running else MAX_PART_BYTES, offer.ready_nbytes - start)
             transfer.asked_nbytes += part
-            local = self._pool_address + transfer.entry.offset + start
+            local = self._pool.address + transfer.entry.offset + start
             self._submit(ReadJob(transfer, self._peer.segment_name, local, offer.address + start, part))
 
     def on_read(self, result: ReadResult) -> None:
@@ -382,9 +388,9 @@ class DecodeSide:
         transfer.read_s += result.seconds
         if result.error is not None:
             self._read_failed(transfer, result)
-            self._settle(now_s)
+            self._tell_news(now_s)
             return
-        offset = result.job.local_address - self._pool_address
+        offset = result.job.local_address - self._pool.address
         transfer.done_nbytes += result.job.nbytes
         self._buffer.counters["read_bytes"] += result.job.nbytes
         self._buffer.counters["reads"] += 1
@@ -428,7 +434,7 @@ class DecodeSide:
         transfer: Transfer = running.token
         if self._transfers.get(transfer.entry.key) is transfer:
             self._finish(transfer)
-            self._settle(time.monotonic())
+            self._tell_news(time.monotonic())
 
     def _finish(self, transfer: Transfer) -> None:
         """The entry may be used, once prefill has confirmed it and its checksum, if there is one, is that of prefill."""

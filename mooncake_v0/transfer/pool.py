@@ -5,10 +5,11 @@ worker's views survive a restart of the agent. A memfd is not bounded by a conta
 the last process that holds it. A pool in device memory (`DeviceMemory`, of the worker) is there for two instances on one
 host; its memfd holds one page that the engine is given in its place, and what follows.
 
-Behind the pool's own bytes lies a page with a nonce and the word of the agent whether it has a peer (without one the worker
-need not ask it anything), and a table with one cell for each page of the pool: the generation
-of the complete entry that begins there, 0 where none does. A consumer on the same host maps the whole and copies entries
-straight out of it, without asking: it compares the cell before and after its copy, as with a seqlock.
+Behind the pool's own bytes lies a page with a nonce, the word of the agent whether it has a peer (without one the worker
+need not ask it anything) and a count of its news (without any it need not ask again), and a table with one cell for each
+page of the pool: the generation of the complete entry that begins there, 0 where none does. A consumer on the same host maps
+the whole and copies entries straight out of it, without asking: it compares the cell before and after its copy, as with a
+seqlock.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mooncake_v0.errors import TransferError
 ALIGNMENT_BYTES = 4096
 NONCE_BYTES = 16
 _CELL_BYTES = 8
+_NEWS_AT = 24  # behind the nonce and the peer's word, aligned
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.9 has no name for it
 
 
@@ -55,6 +57,9 @@ class Pool:
         self.map = mmap.mmap(fd, shared_nbytes(nbytes, on_device))
         self._anchor = (ctypes.c_char * self.host_nbytes).from_buffer(self.map)
         self.address = ctypes.addressof(self._anchor)
+        self._news = memoryview(self.map)[self.host_nbytes + _NEWS_AT : self.host_nbytes + _NEWS_AT + _CELL_BYTES].cast(
+            "Q"
+        )
         self._cells = memoryview(self.map)[self.host_nbytes + ALIGNMENT_BYTES :].cast("Q")
 
     @classmethod
@@ -100,6 +105,14 @@ class Pool:
     @nonce.setter
     def nonce(self, value: bytes) -> None:
         self.map[self.host_nbytes : self.host_nbytes + NONCE_BYTES] = value
+
+    @property
+    def news(self) -> int:
+        """Counts what may settle an entry that decode's worker waits for."""
+        return self._news[0]
+
+    def add_news(self) -> None:
+        self._news[0] = (self._news[0] + 1) & 0xFFFF_FFFF
 
     @property
     def has_peer(self) -> bool:

@@ -55,7 +55,7 @@ class Side:
         self._decode = DecodeSide(
             held,
             peer,
-            pool.address,
+            pool,
             send=nothing,
             submit=nothing,
             cancel=lambda: [],

@@ -151,6 +151,20 @@ def test_idle_scheduler_waits_a_little_and_a_busy_one_does_not(shared_agents: Ag
     assert busy_s < idle_s
 
 
+def test_busy_scheduler_asks_the_agent_only_when_there_is_news(shared_agents: Agents, announced: int) -> None:
+    scheduler = Scheduler(deque([Group("slow", announced)]), running=deque([Group("busy", 0)]))
+    park(scheduler, shared_agents, wait_s=60.0)
+    assert schedule(scheduler) == []
+    before = shared_agents.decode._calls
+
+    for _ in range(100):
+        assert schedule(scheduler) == []
+
+    assert shared_agents.decode._calls - before < 20  # the agent's own ticks count as news
+    shared_agents.prefill.commit([key(announced)], [MIB])
+    wait_until(lambda: schedule(scheduler) == ["slow"])
+
+
 @dataclass
 class Legs:
     """Both legs of one request, sent at the same time; decode's is on its scheduler, prefill's has not begun to compute."""
