@@ -36,7 +36,7 @@ class Diagnostic:
     rule:      kebab-case name; `mooncake-v0 explain RULE` prints what it is about
     severity:  "error", "warning" or "info"
     where:     JSON path ("$.prefill_url"), flag ("--kv-transfer-config.kv_rank") or host and port
-    what:      a fact with the value, lower case, no full stop
+    what:      a fact with the value, lower case, no full stop; what cannot be printed of the value is escaped
     fix:       an action
     line, column: 1-based position in the file, where known
     """
@@ -48,6 +48,11 @@ class Diagnostic:
     fix: str
     line: int | None = None
     column: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.what.isprintable():
+            escaped = "".join(one if one.isprintable() else repr(one)[1:-1] for one in self.what)
+            object.__setattr__(self, "what", escaped)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -109,6 +109,7 @@ def test_any_bytes_are_checked_without_an_exception(data: bytes) -> None:
 
 @PROPERTY
 @given(CONFIGS, OPTIONS)
+@example({"metadata_server": "127.0.0.1/\0"}, CheckOptions(None, {}))
 def test_any_object_is_checked_without_an_exception(config: dict[str, Any], options: CheckOptions) -> None:
     assert_sound(check_bytes(to_bytes(config), options))
 
