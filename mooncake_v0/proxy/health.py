@@ -26,7 +26,7 @@ from mooncake_v0.proxy.settings import Timeouts
 logger = logging.getLogger(__name__)
 
 MODELS_EVERY_S = 30.0
-METRICS_EVERY_S = 2.0  # until prefill and decode have found each other; then as seldom as the models
+METRICS_AFTER_S = 2.0  # from when an instance of the pair came up: its agent may still look for its peer
 AGENTS = re.compile(rb"^%s\{([^}]*)\} 1(?:\.0)?$" % GAUGE.encode(), re.MULTILINE)
 LABEL = re.compile(rb'(\w+)="([0-9a-f]+)"')
 PROOF_TIMEOUT_S = 10.0
@@ -73,12 +73,14 @@ class Prober:
             return
         if instance.probe_ok():
             logger.info("%s instance of pair %s is up", instance.role, self.pair.name)
-            self.models_known_s = 0.0
+            self.models_known_s = self.metrics_read_s = 0.0
+            for one in self.pair.instances:
+                one.metrics_after_s = METRICS_AFTER_S
             await self._learn_models()
             self.changed(instance)
         elif time.monotonic() - self.models_known_s > MODELS_EVERY_S:
             await self._learn_models()
-        if self.early_decode and time.monotonic() - self.metrics_read_s > self._metrics_every_s():
+        if self.early_decode and time.monotonic() - self.metrics_read_s > instance.metrics_after_s:
             await self._learn_agents()
         await self._demand_proof()
 
@@ -103,12 +105,10 @@ class Prober:
             # tried again in a second; the checks that need it do without
             return
 
-    def _metrics_every_s(self) -> float:
-        return MODELS_EVERY_S if self.pair.hands_off_early else METRICS_EVERY_S
-
     async def _learn_agents(self) -> None:
-        """Read whose peer the instance's transfer agent is; None where there is no such thing."""
+        """Read whose peer the instance's transfer agent is, soon after a start and then ever more seldom."""
         self.metrics_read_s = time.monotonic()
+        self.instance.metrics_after_s = min(2 * self.instance.metrics_after_s, MODELS_EVERY_S)
         before = self.pair.hands_off_early
         try:
             status, body = await self._get("/metrics", self.health.probe_timeout_s)

@@ -49,6 +49,7 @@ class Instance:
         self.models: tuple[str, ...] = ()
         self.max_model_len = 0
         self.agents: tuple[str, str] | None = None  # epochs of its transfer agent and of that one's peer
+        self.metrics_after_s = 0.0  # pause before these are read again
         # requests on this instance that can still go elsewhere: no byte of their answer has been sent
         self.movable: set[Guard] = set()
         self.inflight = 0

@@ -25,6 +25,7 @@ from mooncake_v0.transfer.agent_client import AgentClient
 from mooncake_v0.vllm_plugin.early_decode import handoff_of
 
 IDLE_WAIT_S = 0.005
+SERVER_WAIT_S = 0.001  # where the engine's loop and the HTTP server are one thread
 
 
 @dataclass
@@ -54,6 +55,7 @@ class ParkingLot:
 
     key_of: a sequence group → (key, bytes of its entry), or None for a request that KV cannot serve
     wait_s: how long a request may be held back, beside the time that its bytes need at a slow rate
+    idle_wait_s: how long one call may wait where nothing else is to be done
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class ParkingLot:
         *,
         key_of: Callable[[Any], tuple[bytes, int] | None],
         wait_s: float,
+        idle_wait_s: float = IDLE_WAIT_S,
     ) -> None:
         self._scheduler = scheduler
         self._client = client
         self._key_of = key_of
         self._wait_s = wait_s
+        self._idle_wait_s = idle_wait_s
         self._watched: dict[str, Watched | None] = {}
         self._news = -1
         original = scheduler.schedule
@@ -96,7 +100,7 @@ class ParkingLot:
         open_ones = {name: watched for name, watched in self._watched.items() if watched and not watched.settled}
         if open_ones:
             busy = len(open_ones) < len(groups) or self._scheduler.running or self._scheduler.swapped
-            self._update(open_ones, 0.0 if busy else IDLE_WAIT_S)
+            self._update(open_ones, 0.0 if busy else self._idle_wait_s)
         return {name: groups[name] for name, watched in open_ones.items() if not watched.settled}
 
     def _watch(self, group: Any) -> Watched:

@@ -37,7 +37,7 @@ from mooncake_v0.vllm_plugin.fingerprint import adapter_identity, model_fingerpr
 from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig
 from mooncake_v0.vllm_plugin.metrics import WorkerMetrics
-from mooncake_v0.vllm_plugin.parking import ParkingLot
+from mooncake_v0.vllm_plugin.parking import IDLE_WAIT_S, SERVER_WAIT_S, ParkingLot
 from mooncake_v0.vllm_plugin.plugin_logging import set_up_logging
 from mooncake_v0.vllm_plugin.wrapping import call_after, wrap_once
 
@@ -83,8 +83,11 @@ def _with_parking(original: Callable[..., None]) -> Callable[..., None]:
         # is the proxy of a worker in another process
         transfer = getattr(getattr(self.model_executor, "driver_worker", None), "mooncake_v0", None)
         if isinstance(transfer, WorkerTransfer):
+            from vllm.engine.async_llm_engine import _AsyncLLMEngine
+
+            idle_wait_s = SERVER_WAIT_S if isinstance(self, _AsyncLLMEngine) else IDLE_WAIT_S
             for scheduler in self.scheduler:
-                transfer.attach_scheduler(scheduler)
+                transfer.attach_scheduler(scheduler, idle_wait_s)
 
     return initialise
 
@@ -214,7 +217,7 @@ class WorkerTransfer:
             "device" if client.pool.on_device else "host",
         )
 
-    def attach_scheduler(self, scheduler: Any) -> None:
+    def attach_scheduler(self, scheduler: Any, idle_wait_s: float = IDLE_WAIT_S) -> None:
         """On decode hold back requests whose entries are on their way; the step itself then hardly has to wait."""
         if self.client is None or self._metrics is None:
             return
@@ -231,7 +234,7 @@ class WorkerTransfer:
             tokens = seq_data.prompt_token_ids_array
             return self._key(group, tokens), layout.nbytes(self._num_blocks(tokens))
 
-        ParkingLot(scheduler, self.client, key_of=key_of, wait_s=wait_s)
+        ParkingLot(scheduler, self.client, key_of=key_of, wait_s=wait_s, idle_wait_s=idle_wait_s)
         self.consumer.wait_s, self.consumer.min_rate_bytes_per_s = _STEP_WAIT_S, math.inf
 
     # --- a step -------------------------------------------------------------------------------------------------------
