@@ -1,17 +1,17 @@
 """What a configured transfer costs while its peer is absent: plain vLLM against decode and prefill without the other side.
 
-    python -m tests.soak.overhead [--starts 24] [--most 60] [--rounds 30]
+    python -m tests.soak.overhead [--starts 12] [--most 40] [--rounds 30]
 
 Four engines of the pin run one after the other in every round, in turning order, over the same fresh prompts (short and
 middle ones, 16 tokens of answer each): plain, decode and prefill with a --kv-transfer-config whose peer does not run, and
 a second plain one, which shows what this machine can tell apart at all. Two processes of the same plain engine differ by
 about 1 % for as long as they live, so all four are started afresh again and again, and a start, not a round, is what
 counts: each gives one ratio of a role to its two plain engines. Printed are the means of these ratios and their 95 %
-intervals, of throughput (time by the clock) and of processor time, the agent's included. Starts go on after the first 24
-until the throughput's interval is clear of 1.01, at most 60.
+intervals, of throughput (time by the clock) and of processor time, the agent's included. Starts go on after the first 12
+until the throughput's interval is clear of 1.01, at most 40.
 Exit code 0: both roles' throughput is less than 1 % below plain's with the whole interval; 1: it is not, or that could not
-be shown. The model is tiny, so everything that a step does beside it is seen at its largest. Takes about half an
-hour on two free cores; on a busy machine the intervals stay wide.
+be shown. The model is tiny, so everything that a step does beside it is seen at its largest. Takes about ten
+minutes on two free cores; on a busy machine the intervals stay wide.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ def start(model: str, folder: Path) -> Iterator[dict[str, Engine]]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=24)
-    parser.add_argument("--most", type=int, default=60)
+    parser.add_argument("--starts", type=int, default=12)
+    parser.add_argument("--most", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that every process is ended
