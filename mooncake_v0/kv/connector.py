@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 GROUP_BYTES = 32 << 20  # of layers that are offered to the peer together; each is a read of its own
 MIN_RATE_BYTES_PER_S = 100e6  # an entry in flight is waited for as long as it would take at this rate
 
+TELL_EVERY_S = 1.0
+
 MISSING, MAPPED, HERE = range(3)  # where a batch's entries are; the least of the group's ranks counts
 
 Count = Callable[[str, float], None]
@@ -47,6 +49,7 @@ class Connector:
         self.hidden_bytes = hidden_size * torch.empty(0, dtype=hidden_dtype).element_size()
         self._count_outside = count
         self._counters: dict[str, float] = {}
+        self._tell_again_s = 0.0
 
     def nbytes(self, prompt: PromptPlan) -> int:
         """Size of a prompt's entry: its blocks, then the hidden row."""
@@ -69,6 +72,13 @@ class Connector:
     def count(self, name: str, value: float = 1) -> None:
         self._counters[name] = self._counters.get(name, 0.0) + value
         self._count_outside(name, value)
+
+    def tell_counters(self) -> None:
+        """Let the agent know what was counted, once a second at most: it is woken up for nothing else."""
+        now_s = time.monotonic()
+        if now_s >= self._tell_again_s:
+            self._tell_again_s = now_s + TELL_EVERY_S
+            self.client.release([], self.take_counters())
 
     def take_counters(self) -> dict[str, float]:
         taken, self._counters = self._counters, {}

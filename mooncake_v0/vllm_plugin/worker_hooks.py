@@ -283,7 +283,7 @@ class WorkerTransfer:
         connector = self.producer or self.consumer
         if prompts and connector is not None and self.client is not None:
             connector.count(f"{'skipped' if self.producer else 'miss'}_{NO_PEER}", prompts)
-            self.client.release([], connector.take_counters())
+            connector.tell_counters()
 
     def _can_transfer(self, group: Any) -> bool:
         """Whether this is the pass that completes a prompt, of a request that KV and one hidden row can serve."""

@@ -104,7 +104,9 @@ async def test_a_pair_that_does_not_say_so_gets_one_leg_after_the_other(start_pr
     assert all(HEADER not in one.headers for one in (*running.prefill.posts(), *running.decode.posts()))
 
 
-async def test_a_pair_is_found_out_later_forgotten_when_an_instance_goes_and_found_again(start_proxy: StartProxy) -> None:
+async def test_a_pair_is_found_out_later_forgotten_when_an_instance_goes_and_found_again(
+    start_proxy: StartProxy,
+) -> None:
     running = await start_proxy()
     pair = running.proxy.balancer.pairs["pair-0"]
     running.prefill.metrics, running.decode.metrics = agent_metrics("aa", "bb"), agent_metrics("bb", "aa")
