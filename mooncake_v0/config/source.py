@@ -82,5 +82,5 @@ def shorten(text: str, limit: int = 80) -> str:
 
 
 def quote(text: str) -> str:
-    """The text as a JSON string literal."""
-    return json.dumps(text, ensure_ascii=False)
+    """The text as a JSON string literal; half of a surrogate pair, which no file can hold, is escaped."""
+    return json.dumps(text, ensure_ascii=any("\ud800" <= one <= "\udfff" for one in text))

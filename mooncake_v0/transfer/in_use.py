@@ -1,7 +1,7 @@
 """Who uses offsets in a worker's pools: the engine step, and copies that it began and that may end after it.
 
-The agent's supervisor changes nothing under them: it waits until nobody uses a pool and keeps newcomers out meanwhile. It
-does so for a second at most and then lets them in again, since a copy that never ends must not stop the engine.
+The agent's supervisor changes nothing under them: it waits until nobody uses a pool and keeps the next step out meanwhile,
+but not for long, since a copy that never ends must not stop the engine.
 """
 
 from __future__ import annotations
@@ -17,23 +17,35 @@ logger = logging.getLogger(__name__)
 CLOSED_S = 1.0
 OPEN_S = 10.0
 
+_OPEN, _CLOSING, _ALONE = range(3)  # what the supervisor does: nothing, it waits for users, there are none
+
 
 class InUse:
-    """A count of users; `by_nobody` waits for none. closed_s, open_s: newcomers are kept out, and let in, so long in turn."""
+    """A count of users; `by_nobody` waits for none.
+
+    closed_s: how long a newcomer waits for a supervisor that waits for others; after that nobody does for open_s
+    """
 
     def __init__(self, closed_s: float = CLOSED_S, open_s: float = OPEN_S) -> None:
         self._changed = threading.Condition()
         self._users = 0
-        self._closed = False
+        self._state = _OPEN
         self._closed_s = closed_s
         self._open_s = open_s
+        self._open_until_s = 0.0
 
     def enter(self) -> None:
         """Wait while the supervisor is at it, which takes milliseconds."""
         with self._changed:
-            while self._closed:
-                self._changed.wait()
+            if self._state == _CLOSING and time.monotonic() >= self._open_until_s:
+                self._wait_for_supervisor()
+            self._changed.wait_for(lambda: self._state != _ALONE)
             self._users += 1
+
+    def _wait_for_supervisor(self) -> None:
+        if not self._changed.wait_for(lambda: self._state != _CLOSING, self._closed_s):
+            self._open_until_s = time.monotonic() + self._open_s
+            logger.warning("copies of KV have not ended for %g s; what waits for them goes on waiting", self._closed_s)
 
     def enter_again(self) -> None:
         """Of one who has entered, for what goes on after he has left: never waits, also not for one who waits for him."""
@@ -48,28 +60,17 @@ class InUse:
     @contextlib.contextmanager
     def by_nobody(self) -> Iterator[None]:
         """Used by nobody while held. One thread at a time, the supervisor's."""
-        self._wait_for_nobody()
+        self._set(_CLOSING)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._users)
+            self._state = _ALONE
+            self._changed.notify_all()
         try:
             yield
         finally:
-            self._set_closed(False)
+            self._set(_OPEN)
 
-    def _wait_for_nobody(self) -> None:
-        while True:
-            self._set_closed(True)
-            if self._wait_until_unused(self._closed_s):
-                return
-            self._set_closed(False)
-            logger.warning(
-                "copies of KV have not ended for %g s; what waits for them is tried again later", self._closed_s
-            )
-            time.sleep(self._open_s)
-
-    def _set_closed(self, closed: bool) -> None:
+    def _set(self, state: int) -> None:
         with self._changed:
-            self._closed = closed
+            self._state = state
             self._changed.notify_all()
-
-    def _wait_until_unused(self, timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._users, timeout_s)

@@ -215,6 +215,7 @@ def test_a_separator_in_an_odd_place_is_one_error_which_the_stores_share(text: s
 
 @PROPERTY
 @given(CONFIGS)
+@example({"prefill_url": " \ud800"})
 def test_certain_fixes_are_reached_in_one_go_and_never_change_the_meaning(config: dict[str, Any]) -> None:
     data = to_bytes(config)
 

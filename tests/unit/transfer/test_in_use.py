@@ -49,7 +49,7 @@ def test_user_who_stays_does_not_wait_for_one_who_waits_for_him() -> None:
     in_use.enter()
     thread = threading.Thread(target=supervise)
     thread.start()
-    while not in_use._closed:
+    while not in_use._state:
         pass
 
     in_use.enter_again()
@@ -75,7 +75,7 @@ def test_a_use_that_never_ends_keeps_newcomers_out_for_a_moment_only() -> None:
     in_use.enter()
     supervisor = threading.Thread(target=supervise)
     supervisor.start()
-    while not in_use._closed:
+    while not in_use._state:
         pass
     late = threading.Thread(target=come_late)
     late.start()
@@ -87,3 +87,22 @@ def test_a_use_that_never_ends_keeps_newcomers_out_for_a_moment_only() -> None:
     assert alone.wait(WAIT_S)
     for thread in (supervisor, late):
         thread.join(WAIT_S)
+
+
+def test_a_long_step_is_waited_for_and_the_next_one_comes_after() -> None:
+    in_use, alone = InUse(closed_s=WAIT_S), threading.Event()
+
+    def supervise() -> None:
+        with in_use.by_nobody():
+            alone.set()
+
+    in_use.enter()
+    supervisor = threading.Thread(target=supervise)
+    supervisor.start()
+    assert not alone.wait(0.3)
+
+    in_use.leave()
+    in_use.enter()
+
+    assert alone.wait(WAIT_S)
+    supervisor.join(WAIT_S)
