@@ -26,6 +26,7 @@ from mooncake_v0.transfer.pool import Pool
 logger = logging.getLogger(__name__)
 
 GROUP_BYTES = 32 << 20  # of layers that are offered to the peer together; each is a read of its own
+DEVICE_GROUP_BYTES = 1 << 30  # in device memory nobody has use for a part: half a millisecond of copying at the end
 MIN_RATE_BYTES_PER_S = 100e6  # an entry in flight is waited for as long as it would take at this rate
 
 TELL_EVERY_S = 1.0
@@ -131,14 +132,20 @@ class StepStore:
         self._client = producer.client
         self._copies = producer.copies
         self._planes = len(producer.layout.planes)
+        self._group_bytes = DEVICE_GROUP_BYTES if self._client.pool.on_device else GROUP_BYTES
         if prompts:
             self._client.in_use.enter_again()
+
+    @property
+    def follows_layers(self) -> bool:
+        """Whether a part leaves before the last layer; what is small leaves as a whole."""
+        return any(stored.rows.nbytes > self._group_bytes for stored in self.prompts)
 
     def layer_done(self, cache_address: int) -> None:
         """The model has written the blocks of the layer whose cache begins there, and of those before it."""
         end = self._producer.layout.planes_through.get(cache_address, 0)
         for stored in self.prompts:
-            if (end - stored.planes) * _plane_bytes(stored) >= GROUP_BYTES and end < self._planes:
+            if (end - stored.planes) * _plane_bytes(stored) >= self._group_bytes and end < self._planes:
                 self._copy(stored, end)
 
     def finish(self, hidden_states: torch.Tensor) -> None:
@@ -164,7 +171,7 @@ class StepStore:
         """Copy the planes up to `end`, some at a time; what has been copied leaves while the rest follows."""
         started = time.perf_counter()
         self._copies.branch_off()
-        group = max(1, GROUP_BYTES // _plane_bytes(stored))
+        group = max(1, self._group_bytes // _plane_bytes(stored))
         while stored.planes < end:
             part = slice(stored.planes, min(stored.planes + group, end))
             self._copies.gather(stored.block_ids, stored.rows[part], part.start)

@@ -14,6 +14,7 @@ from typing import Any, Callable, Iterator
 import torch
 
 from mooncake_v0.errors import TransferError
+from mooncake_v0.kv.layout import tensor_at
 from mooncake_v0.transfer.agent_client import DevicePools
 from mooncake_v0.transfer.same_host import HANDLE_BYTES
 
@@ -89,18 +90,11 @@ class CudaMemory:
         self.handle = handle
         self._address = address
         self._release = release
-        self.tensor = torch.as_tensor(_Interface(address, nbytes), device=device)
+        self.tensor = tensor_at(address, nbytes, device)
 
     def close(self) -> None:
         torch.cuda.synchronize(self.tensor.device)
         self._release(self._address)
-
-
-class _Interface:
-    """What torch reads to make a tensor of memory that is there already."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 def device_pools(device: torch.device) -> DevicePools | None:

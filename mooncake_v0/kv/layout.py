@@ -10,10 +10,15 @@ backend's inner layout, head counts, head size, quantisation or tensor paralleli
 
 A cache is seen as planes: [num_blocks, row_bytes] views of the layers' tensors, e.g. keys of layer 0, values of layer 0,
 keys of layer 1 and so on. An entry holds the selected rows of each plane, plane after plane, then the hidden row.
+
+On a GPU a copy of some MiB takes less time than starting a kernel for each plane, so there all planes are also seen as one
+tensor of rows, from which one kernel takes all (`_Span`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 from typing import Callable, Sequence
 
 import torch
@@ -21,6 +26,8 @@ import torch
 from mooncake_v0.errors import KVLayoutError
 
 _PROBE_BLOCKS = (1009, 2003)
+SPAN_COPY_BYTES = 256 << 20  # of larger copies each plane's own is long enough
+_MIN_SPAN_ROW_BYTES = 512
 
 
 def find_block_dim(get_shape: Callable[[int], Sequence[int]]) -> int:
@@ -42,8 +49,11 @@ def find_block_dim(get_shape: Callable[[int], Sequence[int]]) -> int:
 class KVLayout:
     """The planes of one rank's KV cache. Holds views of the cache, never copies."""
 
-    def __init__(self, kv_caches: Sequence[torch.Tensor], block_dim: int) -> None:
-        """kv_caches: one tensor per layer, contiguous; empty tensors (layers without attention) are skipped."""
+    def __init__(self, kv_caches: Sequence[torch.Tensor], block_dim: int, *, one_kernel: bool | None = None) -> None:
+        """kv_caches: one tensor per layer, contiguous; empty tensors (layers without attention) are skipped.
+
+        one_kernel: whether small copies take all planes at once; by default on a GPU
+        """
         self.planes: list[torch.Tensor] = []
         self.planes_through: dict[int, int] = {}  # address of a layer's cache → planes up to and with this layer
         for layer, cache in enumerate(kv_caches):
@@ -59,6 +69,9 @@ class KVLayout:
         self.row_bytes = self.row_words * self.planes[0].element_size()
         self.block_bytes = self.row_bytes * len(self.planes)
         self.device = self.planes[0].device
+        self._span = (
+            _Span.over(self.planes) if one_kernel or (one_kernel is None and self.device.type == "cuda") else None
+        )
 
     def nbytes(self, num_blocks: int) -> int:
         """Size of the KV part of an entry of so many blocks."""
@@ -70,11 +83,19 @@ class KVLayout:
         block_ids: int64 [num_blocks]
         rows:      [some planes, num_blocks, row_words]; both on the cache's device
         """
+        if self._span is not None and _fits_one_kernel(rows):
+            torch.index_select(
+                self._span.rows, 0, self._span.index(block_ids, start, len(rows)), out=self._span.view(rows)
+            )
+            return
         for plane, row in zip(self.planes[start:], rows):
             torch.index_select(plane, 0, block_ids, out=row)
 
     def scatter(self, rows: torch.Tensor, block_ids: torch.Tensor, start: int = 0) -> None:
         """The way back: ``planes[start + i][block_ids] = rows[i]`` for each row."""
+        if self._span is not None and _fits_one_kernel(rows):
+            self._span.rows.index_copy_(0, self._span.index(block_ids, start, len(rows)), self._span.view(rows))
+            return
         for plane, row in zip(self.planes[start:], rows):
             plane.index_copy_(0, block_ids, row)
 
@@ -86,6 +107,57 @@ class KVLayout:
                 f"{self.block_bytes} bytes"
             )
         return entry.view(self.planes[0].dtype).view(len(self.planes), num_blocks, self.row_words)
+
+
+class _Span:
+    """All memory from the first plane to the last as one tensor of rows, of which each block of each plane is some.
+
+    Between the planes lies memory of others, which no index names. rows: [number, words]
+    """
+
+    def __init__(self, planes: Sequence[torch.Tensor], unit: int) -> None:
+        first = min(plane.data_ptr() for plane in planes)
+        end = max(plane.data_ptr() + plane.nbytes for plane in planes)
+        device, row_bytes = planes[0].device, planes[0][0].nbytes
+        memory = tensor_at(first, end - first, device)  # a multiple of unit: whole blocks
+        self.rows = memory.view(planes[0].dtype).view(-1, unit // planes[0].element_size())
+        starts = [(plane.data_ptr() - first) // unit for plane in planes]
+        self._starts = torch.tensor(starts, device=device).view(-1, 1, 1)
+        self._parts = torch.arange(row_bytes // unit, device=device)
+
+    @classmethod
+    def over(cls, planes: Sequence[torch.Tensor]) -> _Span | None:
+        """None where the planes do not lie whole rows apart, not even rows of a fraction of a block."""
+        first = min(plane.data_ptr() for plane in planes)
+        unit = math.gcd(planes[0][0].nbytes, *(plane.data_ptr() - first for plane in planes))
+        return cls(planes, unit) if unit >= _MIN_SPAN_ROW_BYTES else None
+
+    def index(self, block_ids: torch.Tensor, start: int, count: int) -> torch.Tensor:
+        """Rows of these blocks in `count` planes from `start` on, in an entry's order."""
+        parts = block_ids.unsqueeze(1) * len(self._parts) + self._parts
+        return (self._starts[start : start + count] + parts).flatten()
+
+    def view(self, rows: torch.Tensor) -> torch.Tensor:
+        """[some planes, num_blocks, row_words] of an entry, as rows of the span."""
+        return rows.view(-1, self.rows.shape[1])
+
+
+def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that is there already, as uint8 [nbytes]; the caller keeps it there."""
+    if device.type == "cuda":
+        return torch.as_tensor(_Interface(address, nbytes), device=device)
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+class _Interface:
+    """What torch reads to make a tensor of memory on a GPU."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _fits_one_kernel(rows: torch.Tensor) -> bool:
+    return rows.nbytes <= SPAN_COPY_BYTES and rows.is_contiguous()
 
 
 def _planes(cache: torch.Tensor, block_dim: int, layer: int) -> list[torch.Tensor]:

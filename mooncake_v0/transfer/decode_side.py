@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 MIN_PART_BYTES = 16 << 20  # each read is a new tcp connection: few and large
 MAX_PART_BYTES = 512 << 20  # the engine allows a read 5 s and 1 ns a byte: enough for this at 1 Gbit/s
+MAX_READS = 2  # of one entry: one under way, one that follows at once; what is ready meanwhile becomes one read
 STALLED_S = 60.0  # a transfer without progress for so long is given up
 QUERY_WAIT_S = 0.5  # for the peer's answer about a key that it did not announce
 
@@ -60,8 +61,9 @@ NOT_MAPPED = "not_mapped"
 
 @dataclass
 class Transfer:
-    """An entry on its way: how many leading bytes were asked of the engine and how many are here.
+    """An entry on its way: how many leading bytes were asked of the engine, in how many reads, and how many are here.
 
+    reads: that have not ended
     running: its checksum, None without; confirmed: prefill's word on it, kept until the checksum is complete
     """
 
@@ -70,6 +72,7 @@ class Transfer:
     offer: Ready | None = None
     asked_nbytes: int = 0
     done_nbytes: int = 0
+    reads: int = 0
     read_s: float = 0.0
     read_ended_s: float = 0.0
     running: Running | None = None
@@ -369,13 +372,20 @@ class DecodeSide:
         transfer.offer = offer
         transfer.entry.state = TRANSFERRING
         transfer.progress_at_s = now_s
+        self._read_on(transfer, offer)
+
+    def _read_on(self, transfer: Transfer, offer: Ready) -> None:
+        """Ask the engine for what is ready and was not asked for."""
         nbytes = offer.ready_nbytes - transfer.asked_nbytes
-        if nbytes <= 0 or (nbytes < MIN_PART_BYTES and offer.ready_nbytes < offer.nbytes):
+        if transfer.reads >= MAX_READS or nbytes <= 0:
+            return
+        if nbytes < MIN_PART_BYTES and offer.ready_nbytes < offer.nbytes:
             return
         while transfer.asked_nbytes < offer.ready_nbytes:
             start = transfer.asked_nbytes
             part = min(PART_BYTES if transfer.running else MAX_PART_BYTES, offer.ready_nbytes - start)
             transfer.asked_nbytes += part
+            transfer.reads += 1
             local = self._pool.address + transfer.entry.offset + start
             self._submit(ReadJob(transfer, self._peer.segment_name, local, offer.address + start, part))
 
@@ -385,6 +395,7 @@ class DecodeSide:
         entry = transfer.entry
         now_s = time.monotonic()
         transfer.progress_at_s = now_s
+        transfer.reads -= 1
         transfer.read_s += result.seconds
         if result.error is not None:
             self._read_failed(transfer, result)
@@ -404,6 +415,8 @@ class DecodeSide:
         if is_last and transfer.offer is not None:
             transfer.read_ended_s = now_s
             self._send(ReadDone(entry.key, transfer.offer.generation, transfer.running is not None))
+        elif transfer.offer is not None:
+            self._read_on(transfer, transfer.offer)
 
     def _read_failed(self, transfer: Transfer, result: ReadResult) -> None:
         logger.warning("%s", result.error)

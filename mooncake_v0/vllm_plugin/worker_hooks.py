@@ -134,14 +134,14 @@ class WorkerTransfer:
     def _layers_tell(self, store: StepStore) -> Iterator[None]:
         """Within it each layer's attention, which writes the layer's blocks (attention/layer.py), tells the store.
 
-        Hooks only while something is stored: a module that has one takes a slower way in every step.
+        Hooks only for what leaves layer by layer: a module that has one takes a slower way in every step.
         """
 
         def layer_done(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             cache = args[_KV_CACHE_ARGUMENT] if len(args) > _KV_CACHE_ARGUMENT else kwargs["kv_cache"]
             store.layer_done(cache.data_ptr())
 
-        modules = self._attention if store.prompts else []
+        modules = self._attention if store.follows_layers else []
         handles = [module.register_forward_hook(layer_done, with_kwargs=True) for module in modules]
         try:
             yield

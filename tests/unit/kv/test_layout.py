@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any, Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -125,21 +126,46 @@ def test_blocks_arrive_where_the_other_side_wants_them(backend: str, dtype: torc
         assert torch.equal(after.index_select(dim, others), before.index_select(dim, others))
 
 
-def test_planes_can_be_copied_some_at_a_time() -> None:
-    source, target = (make_caches(BACKENDS["FlashAttention"][0], torch.float16, seed) for seed in (1, 2))
-    layout, ids = KVLayout(source, 1), torch.tensor([7, 0, 11])
-    whole, entry = (torch.zeros(layout.nbytes(3), dtype=torch.uint8) for _ in range(2))
-    layout.gather(ids, layout.rows(whole, 3))
-    rows = layout.rows(entry, 3)
+def caches_at(starts: Sequence[int], row_bytes: int, seed: int) -> list[torch.Tensor]:
+    """Caches of FlashAttention's shape that begin at these bytes of one allocation."""
+    nbytes = 2 * NUM_BLOCKS * row_bytes
+    memory = torch.randint(0, 256, (max(starts) + nbytes,), generator=torch.Generator().manual_seed(seed)).to(
+        torch.uint8
+    )
+    return [memory[start : start + nbytes].view(2, NUM_BLOCKS, BLOCK_SIZE, HEADS, -1) for start in starts]
+
+
+APART = {  # starts, bytes of a block, whether one kernel can take all planes
+    "whole blocks apart": ((5 << 16, 1 << 10, 3 << 16), 1024, True),
+    "thirds of a block apart": ((5 << 16, 1 << 10, 3 << 16), 3072, True),
+    "too little apart": ((5 << 16, 1 << 8, 3 << 16), 1024, False),
+}
+
+
+@pytest.mark.parametrize("one_kernel", [False, True], ids=["by plane", "one kernel"])
+@pytest.mark.parametrize("apart", APART)
+def test_planes_can_be_copied_some_at_a_time(apart: str, one_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, row_bytes, can = APART[apart]
+    source, target = (caches_at(starts, row_bytes, seed) for seed in (1, 2))
+    before = [cache.clone() for cache in target]
+    layout, ids = KVLayout(source, 1, one_kernel=one_kernel), torch.tensor([7, 0, 11])
+    rows = layout.rows(torch.zeros(layout.nbytes(3), dtype=torch.uint8), 3)
+    select = mock.Mock(wraps=torch.index_select)
+    monkeypatch.setattr(torch, "index_select", select)
 
     for start in range(0, len(rows), 2):
         layout.gather(ids, rows[start : start + 2], start)
-        assert torch.equal(rows[: start + 2], layout.rows(whole, 3)[: start + 2])
+        for plane, row in zip(layout.planes, rows[: start + 2]):
+            assert torch.equal(plane[ids].view(torch.uint8), row.view(torch.uint8))
         assert not rows[start + 2 :].view(torch.uint8).any()
-
     for start in range(0, len(rows), 2):
-        KVLayout(target, 1).scatter(rows[start : start + 2], ids, start)
-    assert all(torch.equal(one[:, ids], other[:, ids]) for one, other in zip(source, target))
+        KVLayout(target, 1, one_kernel=one_kernel).scatter(rows[start : start + 2], ids, start)
+
+    assert select.call_count == (3 if one_kernel and can else 6)
+    others = torch.tensor([block for block in range(NUM_BLOCKS) if block not in ids])
+    for one, other, old in zip(source, target, before):
+        assert torch.equal(one[:, ids], other[:, ids])
+        assert torch.equal(other[:, others], old[:, others])
 
 
 def test_a_layer_is_known_by_the_address_of_its_cache() -> None:
@@ -157,8 +183,9 @@ def test_rows_are_moved_in_the_widest_words_that_they_are_made_of(head_size: int
     )
 
 
+@pytest.mark.parametrize("one_kernel", [False, True], ids=["by plane", "one kernel"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_blocks_that_the_prefix_cache_holds_are_not_written(backend: str) -> None:
+def test_blocks_that_the_prefix_cache_holds_are_not_written(backend: str, one_kernel: bool) -> None:
     get_shape, dim = BACKENDS[backend]
     source, target = make_caches(get_shape, torch.float16, 1), make_caches(get_shape, torch.float16, 2)
     held = target[0].index_select(dim, torch.tensor([2])).clone()
@@ -167,7 +194,7 @@ def test_blocks_that_the_prefix_cache_holds_are_not_written(backend: str) -> Non
     rows = out_layout.rows(entry, 3)
     out_layout.gather(torch.tensor([7, 0, 11]), rows)
 
-    KVLayout(target, dim).scatter(rows[:, 1:], torch.tensor([9, 4]))
+    KVLayout(target, dim, one_kernel=one_kernel).scatter(rows[:, 1:], torch.tensor([9, 4]))
 
     assert torch.equal(target[0].index_select(dim, torch.tensor([2])), held)
     wanted = source[0].index_select(dim, torch.tensor([0, 11]))

@@ -63,6 +63,7 @@ class ProducerWithoutAgent:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.prompts: list[Any] = []
+        self.follows_layers = False
         self.client = SimpleNamespace(step=nullcontext)
 
     def __getattr__(self, name: str) -> Any:
