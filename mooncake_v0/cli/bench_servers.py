@@ -64,7 +64,7 @@ def _pair_options(start: StartOptions, options: ServeOptions, folder: Path) -> P
     from mooncake_v0.bench.serve import DEFAULT_PROMPT_TOKENS
     from mooncake_v0.pin.environment import cache_folder, has_gpu
     from mooncake_v0.pin.processes import PairOptions
-    from mooncake_v0.pin.tiny_model import make_tiny_model
+    from mooncake_v0.pin.tiny_model import CPU_DTYPE, make_tiny_model
 
     if importlib.util.find_spec("vllm") is None:
         raise CouldNotCheckError(
@@ -79,7 +79,7 @@ def _pair_options(start: StartOptions, options: ServeOptions, folder: Path) -> P
     if has_gpu():
         arguments += ["--gpu-memory-utilization", "0.3"]
     else:
-        arguments += ["--dtype", "bfloat16"]
+        arguments += ["--dtype", CPU_DTYPE if start.model == "tiny" else "bfloat16"]
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     return PairOptions(
         model,

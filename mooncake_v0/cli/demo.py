@@ -63,6 +63,7 @@ def demo(model: str | None, tp: int, metadata: str | None, keep: bool, folder: P
 
 def _options(model: str | None, tp: int, metadata: str | None, folder: Path) -> PairOptions:
     from mooncake_v0.pin.environment import cache_folder, has_gpu
+    from mooncake_v0.pin.tiny_model import CPU_DTYPE, make_tiny_model
 
     try:
         import importlib.metadata
@@ -84,12 +85,10 @@ def _options(model: str | None, tp: int, metadata: str | None, folder: Path) -> 
     args = ["--max-model-len", "4096", "--disable-log-requests"]
     if not has_gpu():
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        args += ["--dtype", "bfloat16"]
+        args += ["--dtype", "bfloat16" if model else CPU_DTYPE]
     else:
         args += ["--num-gpu-blocks-override", "4000"]  # both share one GPU, and vLLM counts the other as its own
     if model is None:
-        from mooncake_v0.pin.tiny_model import make_tiny_model
-
         click.echo("making a tiny model", err=True)
         model = str(make_tiny_model(cache_folder() / "tiny-qwen2"))
     return PairOptions(model, folder, tp=tp, metadata_url=metadata, vllm_args=args, environment=environment)

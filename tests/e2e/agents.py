@@ -37,9 +37,9 @@ def first_difference(before: bytes, agent: psutil.Process) -> int:
 
 
 def overwrite_byte(agent: psutil.Process, offset: int) -> None:
-    """Change one byte: the high one of a bfloat16 (little endian), which becomes a number between 128 and 256."""
+    """Change one byte: the high one of a float32 (little endian), which becomes a number between 128 and 512."""
     with pool_path(agent).open("r+b") as pool:
-        pool.seek(offset + 1)
+        pool.seek(offset + 3)
         pool.write(b"\x43")
 
 

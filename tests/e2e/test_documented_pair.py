@@ -123,7 +123,7 @@ def operator(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
         "8200": decode,
         "8000": proxy,
         DOCUMENTED_MODEL: tiny_model,
-        "10000": "4096 --dtype bfloat16",
+        "10000": "4096 --dtype float32",
         "2e9": "2e8",
         "1000": "16",
     }

@@ -57,7 +57,7 @@ async def serve(arguments, config, ipc, pid):
 
 def main():
     extra = {"kv_transfer_config": json.loads(sys.argv[2])} if len(sys.argv) > 2 else {}
-    arguments = AsyncEngineArgs(sys.argv[1], dtype="bfloat16", max_model_len=1024, **extra)
+    arguments = AsyncEngineArgs(sys.argv[1], dtype="float32", max_model_len=1024, **extra)
     spawn, ipc = multiprocessing.get_context("spawn"), get_open_zmq_ipc_path()
     alive = spawn.Value("b", True, lock=False)
     engine = spawn.Process(target=run_mp_engine, args=(arguments, UsageContext.OPENAI_API_SERVER, ipc, alive))

@@ -21,7 +21,7 @@ from vllm import LLM, SamplingParams
 def main():
     model, transfer = sys.argv[1], json.loads(sys.argv[2])
     extra = {"kv_transfer_config": transfer} if transfer else {}
-    llm = LLM(model, dtype="bfloat16", max_model_len=1024, **extra)
+    llm = LLM(model, dtype="float32", max_model_len=1024, **extra)
     outputs = llm.generate(["one prompt", "and another"], SamplingParams(temperature=0, max_tokens=8, logprobs=2))
     agents = [child.pid for child in psutil.Process().children(True) if "mooncake_v0.transfer.agent" in child.cmdline()]
     tokens = [list(output.outputs[0].token_ids) for output in outputs]

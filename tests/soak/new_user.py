@@ -48,14 +48,14 @@ class User:
         """The command with the tiny model and sizes that fit it."""
         for written, here in (
             (MODELS[0], self.model),
-            ("10000", "4096 --dtype bfloat16"),
+            ("10000", "4096 --dtype float32"),
             ("2e9", "2e8"),
             ("1000", "16"),
         ):
             command = command.replace(written, here)
         # launch takes vLLM's own flags after --
         if "mooncake-v0 launch" in command:
-            command += " --kv-buffer-size 2e8 -- --max-model-len 4096 --dtype bfloat16"
+            command += " --kv-buffer-size 2e8 -- --max-model-len 4096 --dtype float32"
         return command
 
     def _environment(self) -> dict[str, str]:

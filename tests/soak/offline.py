@@ -54,7 +54,7 @@ def main(model: str, role: str) -> None:
         rank = int(role == "kv_consumer")
         names = {"kv_connector": "MooncakeConnector", "kv_role": role, "kv_rank": rank, "kv_parallel_size": 2}
         transfer = {"kv_transfer_config": {**names, "kv_buffer_size": 1e8}}
-    llm = LLM(model, dtype="bfloat16", max_model_len=2048, **transfer)
+    llm = LLM(model, dtype="float32", max_model_len=2048, **transfer)
     for line in sys.stdin:
         prompts = json.loads(line)
         print(json.dumps({name: answer(llm, prompts, make()) for name, make in SAMPLING.items()}), flush=True)

@@ -97,7 +97,7 @@ def serve_rounds(model: str, role: str | None) -> None:
         rank = int(role == "kv_consumer")
         names = {"kv_connector": "MooncakeConnector", "kv_role": role, "kv_rank": rank, "kv_parallel_size": 2}
         transfer = {"kv_transfer_config": {**names, "kv_buffer_size": 2e8}}
-    llm = LLM(model, dtype="bfloat16", max_model_len=2048, max_num_seqs=16, **transfer)
+    llm = LLM(model, dtype="float32", max_model_len=2048, max_num_seqs=16, **transfer)
     sampling = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     for line in sys.stdin:
         prompts = [{"prompt_token_ids": tokens} for tokens in make_prompts(int(line))]
