@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 VOCAB_SIZE = 512
-CPU_DTYPE = "float32"  # bfloat16 is twenty times slower on processors without instructions for it (no avx512_bf16, no amx)
+CPU_DTYPE = "float32"  # bfloat16 is twenty times slower on processors without avx512_bf16 or amx
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
