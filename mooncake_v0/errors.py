@@ -29,6 +29,11 @@ WARNING = "warning"
 INFO = "info"
 
 
+def printable(text: str) -> str:
+    """The text with escapes for what cannot be printed: line breaks, terminal codes, halves of surrogate pairs."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 @dataclass(frozen=True)
 class Diagnostic:
     """One finding about a file or a host.
@@ -50,9 +55,7 @@ class Diagnostic:
     column: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.what.isprintable():
-            escaped = "".join(one if one.isprintable() else repr(one)[1:-1] for one in self.what)
-            object.__setattr__(self, "what", escaped)
+        object.__setattr__(self, "what", printable(self.what))
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

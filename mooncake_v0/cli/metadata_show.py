@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Iterator
 import click
 
 from mooncake_v0.cli.metadata_source import KEY, format_option, opened, source_argument, token_option
-from mooncake_v0.errors import INFO, StoreUnavailableError
+from mooncake_v0.errors import INFO, StoreUnavailableError, printable
 
 if TYPE_CHECKING:
     from mooncake_v0.metadata.liveness import Liveness
@@ -112,7 +112,7 @@ def _cells(segment: Segment, liveness: Liveness) -> tuple[str, ...]:
         liveness.status,
         liveness.reason,
     )
-    return tuple("-" if value is None else _printable(str(value)) for value in values)
+    return tuple("-" if value is None else printable(str(value)) for value in values)
 
 
 def _age_s(record: InstanceRecord) -> float:
@@ -128,11 +128,6 @@ def _age(seconds: float) -> str:
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
-def _printable(text: str) -> str:
-    # a key may hold line breaks or terminal codes
-    return text if text.isprintable() else repr(text)[1:-1]
 
 
 @click.command()
@@ -191,8 +186,8 @@ def _print_change(kind: str, key: str, value: bytes | None, output: str) -> None
     if output == "json":
         click.echo(json.dumps(change_row(Change(kind, key, value))))
     else:
-        text = "" if value is None else " " + _printable(value.decode("utf-8", "backslashreplace").strip())
-        click.echo(f"{time.strftime('%H:%M:%S')} {kind:6} {_printable(key)}{text}")
+        text = "" if value is None else " " + printable(value.decode("utf-8", "backslashreplace").strip())
+        click.echo(f"{time.strftime('%H:%M:%S')} {kind:6} {printable(key)}{text}")
 
 
 @click.command()
@@ -222,7 +217,7 @@ def check(source: str, token_file: str | None, output: str) -> None:
         colours = {"error": "red", "warning": "yellow"}
         for finding in findings:
             severity = click.style(finding.severity, fg=colours.get(finding.severity))
-            where = _printable(finding.where)
+            where = printable(finding.where)
             click.echo(f"{where}: {severity}: {finding.what} [{finding.rule}]")
             click.echo(f"  fix: {finding.fix}")
         click.echo(f"{_count(len(segments), 'segment')}, {_count(len(findings), 'finding')}")

@@ -59,8 +59,10 @@ class Attempt:
             refusal = await self._prefill_or_fall_back(self.job.plan.prefill_body)
         if refusal is not None:
             await self.passing.whole(refusal, self.pair.prefill)
-        else:
-            await self._decode()
+            return
+        if record.disaggregated != "yes":
+            self._drop_early()  # decode is to compute this one itself, at once
+        await self._decode()
 
     # prefill
 
@@ -83,14 +85,12 @@ class Attempt:
             if self.services.settings.require_prefill or self._another_pair_is_whole():
                 raise
             self._failed(failure)
-            self._drop_early()
             record.disaggregated = "fallback"
             record.error = failure.kind
             return None
         if refusal is not None and refusal.status in REFUSED_FIELDS and not self.services.settings.require_prefill:
             # vLLM's message quotes the body, and this one quotes the copy; decode refuses the client's own words, or
             # serves what only this prefill instance will not have
-            self._drop_early()
             record.disaggregated, record.skip_reason = "skipped", "refused_by_prefill"
             return None
         record.disaggregated = "yes" if refusal is None else ""

@@ -12,6 +12,7 @@ import pytest
 
 from mooncake_v0.handoff import HEADER, ID_BYTES, Handoff
 from mooncake_v0.transfer.agent import TICK_S
+from mooncake_v0.transfer.messages import MAX_KEYS
 from mooncake_v0.vllm_plugin.early_decode import tell_ends
 from mooncake_v0.vllm_plugin.parking import ParkingLot
 from tests.freezing import frozen
@@ -109,6 +110,20 @@ def test_request_is_let_through_at_its_deadline(shared_agents: Agents, announced
     wait_until(lambda: schedule(scheduler) == ["late"])
 
     assert time.monotonic() - started >= 0.2
+
+
+def test_a_queue_longer_than_a_message_is_asked_about_bit_by_bit(shared_agents: Agents) -> None:
+    groups = [Group(str(number), number) for number in range(200_000, 200_000 + MAX_KEYS + 10)]
+    scheduler = Scheduler(deque(groups))
+    park(scheduler, shared_agents, wait_s=60.0)
+    agent, taken = agent_pid(shared_agents.decode), []
+
+    wait_until(
+        lambda: taken.extend(schedule(scheduler)) or len(taken) == len(groups), "none is known, all are let through"
+    )
+
+    assert set(taken) == {group.request_id for group in groups}
+    assert agent_pid(shared_agents.decode) == agent and shared_agents.decode.running
 
 
 def test_held_requests_keep_their_order(shared_agents: Agents, announced: int) -> None:
