@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from mooncake_v0.pin.processes import Pair
-from tests.e2e.asking import TIMEOUT_S, ask, counters, hits, token_prompt
+from tests.e2e.asking import TIMEOUT_S, ask, counters, hits, nearly, token_prompt
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -132,7 +132,7 @@ def comparable(answer: Any) -> Any:
     """An answer without what is new in each: ids and times."""
     if isinstance(answer, dict):
         return {name: comparable(value) for name, value in answer.items() if name not in ("id", "created")}
-    return [comparable(value) for value in answer] if isinstance(answer, list) else answer
+    return [comparable(value) for value in answer] if isinstance(answer, list) else nearly(answer)
 
 
 async def stream(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -194,11 +194,11 @@ def assert_same(name: str, plain_url: str, pair: Pair, model: str) -> None:
     feature, body = FEATURES[name], make_body(name, model)
     before = hits(counters(pair))
 
-    answer = comparable(ask(pair.proxy_url, body, feature.path))
+    answer, plain = (comparable(ask(url, body, feature.path)) for url in (pair.proxy_url, plain_url))
     streamed = asyncio.run(stream(pair.proxy_url, feature.path, body)) if can_stream(feature) else None
 
     skipped = hits(counters(pair)) - before
-    assert answer == comparable(ask(plain_url, body, feature.path)), name
+    assert answer == plain, f"{name}: {answer}, not {plain}"
     assert streamed is None or joined(streamed) == parts(answer), f"{name}, streamed"
     assert skipped == feature.hits * (1 if streamed is None else 2), f"{name}: decode skipped {skipped} prompts"
 

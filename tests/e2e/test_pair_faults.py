@@ -172,7 +172,7 @@ def test_a_prompt_larger_than_the_buffer_is_answered_and_the_next_small_one_is_a
         assert hits(counters(pair)) == 1
         lines = [line for line in log_lines(pair, "prefill") if "kv_buffer_size is" in line]
         assert len(lines) == 1
-        assert "4096512 bytes" in lines[0] and "1998848 bytes" in lines[0]
+        assert "8193024 bytes" in lines[0] and "1998848 bytes" in lines[0]
     finally:
         pair.stop_all()
 

@@ -84,7 +84,7 @@ async def ask_whole(session: aiohttp.ClientSession, url: str, ask: Ask) -> str:
         text = await answer.text()
         if answer.status != 200:
             raise AskFailedError(f"{answer.status} {text[:200]}")
-    got = json.loads(json.dumps(content(json.loads(text))))
+    got = content(json.loads(text))
     return "" if got == ask.expected else f"expected {ask.expected}, got {got}"
 
 
