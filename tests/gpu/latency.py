@@ -47,7 +47,7 @@ def make_model(folder: Path) -> Path:
 def run(model: Path, folder: Path, transport: str) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "mooncake_v0", "bench", "serve", "--start", str(model), "--folder", str(folder)]
-    command += ["--prompt-tokens", "128,512,1024,2048,4096,8192,16384,32768", "--requests", "5", "--output-tokens", "8"]
+    command += ["--prompt-tokens", "128,512,1024,2048,4096,8192,16384,32768", "--requests", "9", "--output-tokens", "8"]
     command += ["--rates", "none", "--pace-prompt-tokens", "16384", "--kv-buffer-size", "10e9", "--seed", "1"]
     command += [f"--vllm-arg={argument}" for argument in VLLM_ARGS]
     command += ["--json", str(folder.parent / f"serve-{transport}.json")]
