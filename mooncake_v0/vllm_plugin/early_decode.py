@@ -37,13 +37,15 @@ def handoff_of(group: Any) -> Handoff | None:
 def tell_ends(scheduler: Any, tell: Callable[[list[bytes]], None]) -> None:
     """Call tell(ids) for the handoffs whose leg on this scheduler has ended, however it did."""
     open_legs: dict[str, tuple[Any, bytes]] = {}
-    add = scheduler.add_seq_group
 
-    def add_seq_group(group: Any) -> None:
-        handoff = handoff_of(group)
-        if handoff is not None:
-            open_legs[group.request_id] = (group, handoff.id)
-        add(group)
+    def note(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def add_seq_group(group: Any) -> None:
+            handoff = handoff_of(group)
+            if handoff is not None:
+                open_legs[group.request_id] = (group, handoff.id)
+            original(group)
+
+        return add_seq_group
 
     def then_tell(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -55,6 +57,6 @@ def tell_ends(scheduler: Any, tell: Callable[[list[bytes]], None]) -> None:
 
         return wrapped
 
-    scheduler.add_seq_group = add_seq_group
+    wrap_once(scheduler, "add_seq_group", note)
     wrap_once(scheduler, "free_finished_seq_groups", then_tell)
     wrap_once(scheduler, "abort_seq_group", then_tell)

@@ -22,10 +22,10 @@ from typing import Any, Callable
 from mooncake_v0.errors import AgentUnavailableError
 from mooncake_v0.kv.connector import MIN_RATE_BYTES_PER_S
 from mooncake_v0.transfer.agent_client import AgentClient
-from mooncake_v0.transfer.messages import MAX_KEYS
 from mooncake_v0.vllm_plugin.early_decode import handoff_of
 
 IDLE_WAIT_S = 0.005
+MAX_ASKED = 256  # requests in one question, as many as vLLM runs at once unless told otherwise (max_num_seqs)
 SERVER_WAIT_S = 0.001  # where the engine's loop and the HTTP server are one thread
 
 
@@ -119,9 +119,9 @@ class ParkingLot:
         """Ask the agent which entries are settled; without an agent nothing is worth waiting for.
 
         A step that does not wait asks only when there is news: an answer costs a tenth of a millisecond. Those behind the
-        first MAX_KEYS wait for their turn.
+        first MAX_ASKED wait for their turn.
         """
-        rows, now_s, news = list(open_ones.values())[:MAX_KEYS], time.monotonic(), self._client.pool.news
+        rows, now_s, news = list(open_ones.values())[:MAX_ASKED], time.monotonic(), self._client.pool.news
         if not wait_s and news == self._news and self._client.running and not any(_is_due(row, now_s) for row in rows):
             return
         self._news = news  # as it was before the question

@@ -1,17 +1,16 @@
-"""What a configured transfer costs while its peer is absent: plain vLLM against decode and prefill without the other side.
+"""What a configured transfer costs while its peer is absent, in throughput: decode and prefill with it and without.
 
-    python -m tests.soak.overhead [--starts 12] [--most 40] [--rounds 30]
+    python -m tests.soak.overhead [--rounds 200] [--most 2000]
 
-Four engines of the pin run one after the other in every round, in turning order, over the same fresh prompts (short and
-middle ones, 16 tokens of answer each): plain, decode and prefill with a --kv-transfer-config whose peer does not run, and
-a second plain one, which shows what this machine can tell apart at all. Two processes of the same plain engine differ by
-about 1 % for as long as they live, so all four are started afresh again and again, and a start, not a round, is what
-counts: each gives one ratio of a role to its two plain engines. Printed are the means of these ratios and their 95 %
-intervals, of throughput (time by the clock) and of processor time, the agent's included. Starts go on after the first 12
-until the throughput's interval is clear of 1.01, at most 40.
-Exit code 0: both roles' throughput is less than 1 % below plain's with the whole interval; 1: it is not, or that could not
-be shown. The model is tiny, so everything that a step does beside it is seen at its largest. Takes about ten
-minutes on two free cores; on a busy machine the intervals stay wide.
+Two processes of one plain engine differ by 1 to 2 % for as long as they live, more than what is to be measured. So each
+engine of the pin is compared with itself: in every round it answers the same fresh prompts (short and middle ones, 16
+tokens of answer each) twice, once as it is, and once as plain vLLM: everything of vLLM that this package has wrapped is
+put back as it was, and the agent's process is stopped. Before, it is seen that no line of this package runs in the engine's
+thread then. Printed are the mean ratio of the times by the clock and its 95 % interval; a second measurement of the same
+kind, plain beside plain, shows what this machine can tell apart. Rounds go on after the first 200 until the interval
+is clear of 1.01, at most 2,000.
+Exit code 0: both roles are less than 1 % slower, with the whole interval; 1: they are not, or that could not be shown. The
+model is tiny, so everything that a step does beside it is seen at its largest. Takes about ten minutes on two free cores.
 """
 
 from __future__ import annotations
@@ -28,55 +27,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Iterator, Sequence
 
+import mooncake_v0
 from mooncake_v0.pin.environment import cache_folder
 from mooncake_v0.pin.processes import Pair, PairOptions
-from mooncake_v0.pin.tiny_model import make_tiny_model
+from mooncake_v0.pin.tiny_model import CPU_DTYPE, make_tiny_model
+from tests.freezing import freeze, thaw
 from tests.quick import QUICK_START
 
 LIMIT = 1.01
-SHORT, MIDDLE = 5, 1  # prompts a run, which is short, so that what slows the machine meets all four engines
+SHORT, MIDDLE = 5, 1  # prompts a run, which is short, so that what slows the machine meets both halves of a round
 ANSWER_TOKENS = 16
-WARM_UP_ROUNDS = 2
-ROLES = {"plain": None, "decode": "kv_consumer", "prefill": "kv_producer", "plain again": None}
+WARM_UP_ROUNDS = 3
+LOOK_EVERY = 50  # rounds
+ROLES = {"decode": "kv_consumer", "prefill": "kv_producer"}
 PORTS_OF_A_SIDE = 48
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of one engine: processor time of its processes and time by the clock, in seconds."""
-
-    cpu_s: float
-    clock_s: float
-
-
-class Engine:
-    """A child process with an `LLM` of its own; `run` makes it answer one round's prompts."""
-
-    def __init__(self, model: str, role: str | None, config: Path) -> None:
-        command = [sys.executable, "-m", "tests.soak.overhead", "--engine", model, *([role] if role else [])]
-        environment = {**os.environ, "MOONCAKE_CONFIG_PATH": str(config), "VLLM_LOGGING_LEVEL": "ERROR"}
-        environment |= QUICK_START
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
-        )
-
-    def run(self, seed: int) -> Run:
-        assert self._child.stdin is not None and self._child.stdout is not None
-        print(seed, file=self._child.stdin, flush=True)
-        for line in self._child.stdout:
-            if line.startswith("{"):
-                return Run(**json.loads(line))
-        raise SystemExit("error: an engine has ended")
-
-    def close(self) -> None:
-        assert self._child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._child.stdin.close()
-        self._child.wait(60)
+OURS = os.path.dirname(mooncake_v0.__file__)
 
 
 def make_prompts(seed: int) -> list[list[int]]:
@@ -88,34 +58,114 @@ def make_prompts(seed: int) -> list[list[int]]:
 # --- the child --------------------------------------------------------------------------------------------------------
 
 
-def serve_rounds(model: str, role: str | None) -> None:
-    """Answers a round for each line of standard input, until it closes."""
+class Hooks:
+    """Everything of vLLM in this process that the package has wrapped; `set` puts the originals in place, or the wrappers."""
+
+    def __init__(self, engine: Any) -> None:
+        import psutil
+
+        worker = engine.model_executor.driver_worker
+        objects = [engine, *engine.scheduler, worker, worker.model_runner, worker.model_runner.model]
+        modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "vllm"]
+        classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+        self._found = [
+            (owner, name, value)
+            for owner in [*objects, *modules, *classes]
+            for name, value in list(vars(owner).items())
+            if _is_ours(value) and hasattr(value, "__wrapped__")
+        ]
+        (self._agent,) = [
+            child.pid for child in psutil.Process().children() if "mooncake_v0" in " ".join(child.cmdline())
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({name for _, name, _ in self._found})
+
+    def set(self, active: bool) -> None:
+        for owner, name, wrapper in self._found:
+            original = wrapper
+            while _is_ours(original):
+                original = original.__wrapped__
+            setattr(owner, name, wrapper if active else original)
+        (thaw if active else freeze)(self._agent)
+
+
+def _is_ours(value: Any) -> bool:
+    code = getattr(value, "__code__", None)
+    return code is not None and code.co_filename.startswith(OURS)
+
+
+@contextlib.contextmanager
+def counting_our_calls(calls: list[str]) -> Iterator[None]:
+    """Of functions of this package, in this thread."""
+
+    def look(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def serve_runs(model: str, role: str) -> None:
+    """Answers a run for each line of standard input (seed, 1 with the package or 0 without), until it closes."""
     from vllm import LLM, SamplingParams
 
-    transfer: dict[str, Any] = {}
-    if role:
-        rank = int(role == "kv_consumer")
-        names = {"kv_connector": "MooncakeConnector", "kv_role": role, "kv_rank": rank, "kv_parallel_size": 2}
-        transfer = {"kv_transfer_config": {**names, "kv_buffer_size": 2e8}}
-    llm = LLM(model, dtype="float32", max_model_len=2048, max_num_seqs=16, **transfer)
-    sampling = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    for line in sys.stdin:
-        prompts = [{"prompt_token_ids": tokens} for tokens in make_prompts(int(line))]
-        cpu_s, clock_s = _cpu_s(), time.perf_counter()
+    names = {"kv_connector": "MooncakeConnector", "kv_role": role, "kv_rank": int(role == "kv_consumer")}
+    transfer = {**names, "kv_parallel_size": 2, "kv_buffer_size": 2e8}
+    llm = LLM(model, dtype=CPU_DTYPE, max_model_len=2048, max_num_seqs=16, kv_transfer_config=transfer)
+    hooks, sampling = Hooks(llm.llm_engine), SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+
+    def answer(seed: int) -> float:
+        prompts = [{"prompt_token_ids": tokens} for tokens in make_prompts(seed)]
+        started_s = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False)
-        print(json.dumps({"cpu_s": _cpu_s() - cpu_s, "clock_s": time.perf_counter() - clock_s}), flush=True)
+        return time.perf_counter() - started_s
 
-
-def _cpu_s() -> float:
-    """Processor time so far of this process and of its agent, of whose threads none ends during a run."""
-    import psutil
-
-    children = psutil.Process().children(recursive=True)
-    tasks = [task for child in children for task in Path(f"/proc/{child.pid}/task").glob("*/schedstat")]
-    return time.process_time() + sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+    for active in (True, False):
+        calls: list[str] = []
+        hooks.set(active)
+        with counting_our_calls(calls):
+            answer(0)
+        assert bool(calls) == active, f"{role}, active {active}: {sorted(set(calls))}, wrapped: {hooks.names}"
+    for line in sys.stdin:
+        seed, active = map(int, line.split())
+        hooks.set(bool(active))
+        print(json.dumps(answer(seed)), flush=True)
+    hooks.set(True)  # so that the agent can be told to end
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """A child process with an `LLM` of its own; `run` makes it answer one run's prompts and gives the seconds."""
+
+    def __init__(self, model: str, role: str, config: Path) -> None:
+        command = [sys.executable, "-m", "tests.soak.overhead", "--engine", model, role]
+        environment = {**os.environ, "MOONCAKE_CONFIG_PATH": str(config), "VLLM_LOGGING_LEVEL": "ERROR"}
+        environment |= QUICK_START
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
+
+    def run(self, seed: int, *, active: bool) -> float:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        print(seed, int(active), file=self._child.stdin, flush=True)
+        for line in self._child.stdout:
+            with contextlib.suppress(ValueError):
+                return float(line)
+        raise SystemExit("error: an engine has ended")
+
+    def close(self) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.close()
+        self._child.wait(60)
 
 
 @dataclass(frozen=True)
@@ -147,90 +197,73 @@ def _trimmed_mean(values: Sequence[float]) -> float:
     return statistics.fmean(sorted(values)[cut : len(values) - cut])
 
 
-Runs = dict[str, list[Run]]  # of one start, per engine one a round
+@dataclass
+class Comparison:
+    """Of one engine with itself: logarithms of the rounds' ratios, with the package over plain, and plain over plain."""
 
+    engine: Engine
+    logs: list[float] = field(default_factory=list)
+    control: list[float] = field(default_factory=list)
 
-def measure(engines: dict[str, Engine], rounds: int, first: int) -> Runs:
-    """One run of each engine a round. first: number of the first round, so that no prompt comes twice."""
-    runs: Runs = {name: [] for name in engines}
-    for number in range(WARM_UP_ROUNDS):
-        for engine in engines.values():
-            engine.run(number)
-    names = list(engines)
-    for number in range(first, first + rounds):
-        turned = [names[(number + index) % len(names)] for index in range(len(names))]
-        for name in turned if number % 2 else reversed(turned):
-            runs[name].append(engines[name].run(1000 + number))
-    return runs
-
-
-def ratio(starts: Sequence[Runs], name: str, field: str) -> Ratio:
-    """Of an engine to plain over the starts. field: "cpu_s" or "clock_s"."""
-    return ratio_of([statistics.median(_log_ratios(runs, name, field)) for runs in starts])
-
-
-def _log_ratios(runs: Runs, name: str, field: str) -> list[float]:
-    """Per round, to both plain engines, or of the second one to the first."""
-    logs = {one: [math.log(getattr(run, field)) for run in runs[one]] for one in runs}
-    plain = logs["plain"]
-    if name != "plain again":
-        plain = [(one + other) / 2 for one, other in zip(plain, logs["plain again"])]
-    return [one - other for one, other in zip(logs[name], plain)]
-
-
-def is_decided(starts: Sequence[Runs]) -> bool:
-    return all(ratio(starts, name, "clock_s").is_decided for name in ("decode", "prefill"))
+    def add_round(self, number: int) -> None:
+        """Three runs in turning order of the same prompts: with the package, plain, and plain again."""
+        order = [(number + index) % 3 for index in range(3)]
+        seconds = {which: self.engine.run(1000 + number, active=which == 0) for which in order}
+        with_it, plain, again = (math.log(seconds[which]) for which in range(3))
+        self.logs.append(with_it - (plain + again) / 2)
+        self.control.append(plain - again)
 
 
 @contextlib.contextmanager
-def start(model: str, folder: Path) -> Iterator[dict[str, Engine]]:
-    """A metadata server and the four engines. Decode and prefill are of two pairs, so that neither is the other's peer."""
+def started(model: str, folder: Path) -> Iterator[dict[str, Comparison]]:
+    """A metadata server and both engines, which are of two pairs, so that neither is the other's peer."""
     pair = Pair(PairOptions(model, folder))
-    configs = {"kv_consumer": pair.config_path, "kv_producer": folder / "other.json"}
+    configs = {"decode": pair.config_path, "prefill": folder / "other.json"}
     config = json.loads(pair.config_path.read_text())
     endpoint = f"127.0.0.1:{pair.engine_port + PORTS_OF_A_SIDE}"  # between the ports of the first pair
-    configs["kv_producer"].write_text(json.dumps({**config, "prefill_url": endpoint, "decode_url": endpoint}))
-    engines: dict[str, Engine] = {}
+    configs["prefill"].write_text(json.dumps({**config, "prefill_url": endpoint, "decode_url": endpoint}))
+    engines: list[Engine] = []
     try:
         pair.wait_ready(pair.start_metadata())
-        for name, role in ROLES.items():
-            engines[name] = Engine(model, role, configs.get(role or "", pair.config_path))
-        yield engines
+        engines += [Engine(model, role, configs[name]) for name, role in ROLES.items()]
+        yield dict(zip(ROLES, map(Comparison, engines)))
     finally:
-        for engine in engines.values():
+        for engine in engines:
             engine.close()
         pair.stop_all()
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=12)
-    parser.add_argument("--most", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--most", type=int, default=2000)
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that every process is ended
     model = str(make_tiny_model(cache_folder() / "tiny-qwen2"))
-    starts: list[Runs] = []
-    while len(starts) < options.starts or (len(starts) < options.most and not is_decided(starts)):
-        with tempfile.TemporaryDirectory() as folder, start(model, Path(folder)) as engines:
-            starts.append(measure(engines, options.rounds, len(starts) * options.rounds))
-        print(f"start {len(starts)}: {_of_one(starts[-1])}", flush=True)
-    for name in [name for name in ROLES if name != "plain"]:
-        clock, cpu = (ratio(starts, name, field) for field in ("clock_s", "cpu_s"))
-        print(f"{name:12} by the clock {clock}, processor time {cpu} of plain")
-    good = all(ratio(starts, name, "clock_s").high < LIMIT for name in ("decode", "prefill"))
+    with tempfile.TemporaryDirectory() as folder, started(model, Path(folder)) as comparisons:
+        for number in range(-WARM_UP_ROUNDS, options.most):
+            for comparison in comparisons.values():
+                comparison.add_round(number)
+            if number < 0:
+                comparison_logs = [log for one in comparisons.values() for log in (one.logs, one.control)]
+                for logs in comparison_logs:
+                    logs.clear()
+            elif (number + 1) % LOOK_EVERY == 0 or number + 1 == options.most:
+                ratios = {name: ratio_of(comparison.logs) for name, comparison in comparisons.items()}
+                print(f"{number + 1} rounds: " + ", ".join(f"{name} {one}" for name, one in ratios.items()), flush=True)
+                if number + 1 >= options.rounds and all(one.is_decided for one in ratios.values()):
+                    break
+    good = True
+    for name, comparison in comparisons.items():
+        ratio = ratio_of(comparison.logs)
+        print(f"{name:8} {ratio} of plain; plain beside plain {ratio_of(comparison.control)}")
+        good = good and ratio.high < LIMIT
     print("below 1 % of throughput" if good else "NOT SHOWN to be below 1 % of throughput")
     return 0 if good else 1
 
 
-def _of_one(runs: Runs) -> str:
-    """By the clock, of one start."""
-    ratios = {name: math.exp(statistics.median(_log_ratios(runs, name, "clock_s"))) for name in runs if name != "plain"}
-    return ", ".join(f"{name} {value:.4f}" for name, value in ratios.items())
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--engine"]:
-        serve_rounds(sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None)
+        serve_runs(sys.argv[2], sys.argv[3])
         sys.exit(0)
     sys.exit(main(sys.argv[1:]))
