@@ -56,8 +56,8 @@ async def stream_all(url: str, bodies: Sequence[dict[str, Any]]) -> list[str]:
 class Near(float):
     """A number that equals those which differ in rounding only.
 
-    What a sum in float32 is rounded to depends on the batch, on the threads and on where in memory its terms lie. A wrong
-    block changes the log probabilities of the tiny models by tenths at least, and mostly the tokens.
+    What a sum in float32 is rounded to depends on the batch, on the threads and on where in memory its terms lie. One wrong
+    number of an entry changes more than that: tests/e2e/test_pair_equality.py changes one.
     """
 
     def __eq__(self, other: object) -> bool:
