@@ -165,7 +165,7 @@ class Worker:
             pool = self.client.peer_pool
             assert pool is not None and self.client.peer_pool_number == selected.pools[0]
             rows, _ = self.consumer.entry(pool, selected.offsets[0], selected.nbytes[0])
-            self.consumer.copies.fill(rows, self._block_ids(blocks))
+            self.consumer.copies.fill(self._block_ids(blocks), rows)
             self._synchronize()
         ended_s = time.monotonic()
         self.client.release([raw_key], {})

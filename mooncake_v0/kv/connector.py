@@ -66,9 +66,9 @@ class Connector:
         rows = self.layout.rows(whole[: -self.hidden_bytes], num_blocks)
         return rows, whole[-self.hidden_bytes :].view(self.hidden_dtype)
 
-    def block_ids(self, prompt: PromptPlan) -> torch.Tensor:
-        """[num_blocks] int64, on the cache's device."""
-        return self.copies.block_ids(torch.frombuffer(bytearray(prompt.block_ids), dtype=torch.int32))
+    def block_ids(self, block_ids: bytes) -> torch.Tensor:
+        """[num_blocks] int64, on the cache's device; of int32 as bytes."""
+        return self.copies.block_ids(torch.frombuffer(bytearray(block_ids), dtype=torch.int32))
 
     def count(self, name: str, value: float = 1) -> None:
         self._counters[name] = self._counters.get(name, 0.0) + value
@@ -105,7 +105,7 @@ class Producer(Connector):
 
     def _stored(self, prompt: PromptPlan, offset: int) -> StoredPrompt:
         rows, hidden = self.entry(self.client.pool, offset, self.nbytes(prompt))
-        return StoredPrompt(prompt, self.block_ids(prompt), rows, hidden)
+        return StoredPrompt(prompt, self.block_ids(prompt.block_ids), rows, hidden)
 
 
 @dataclass
@@ -266,13 +266,16 @@ class Consumer(Connector):
         the copy. Loads are not reordered here: x86 keeps their order, and between them lies the copy's end.
         """
         for number, offset, generation in zip(selected.pools, selected.offsets, selected.generations):
-            if number:
-                pool = self._pool(number)
-                if pool is None or pool.generation_at(offset) != generation:
-                    return False
+            if not self.is_unchanged_at(number, offset, generation):
+                return False
         return True
 
-    def _pool(self, number: int) -> Pool | None:
+    def is_unchanged_at(self, number: int, offset: int, generation: int) -> bool:
+        """As `_is_unchanged`, of one entry; always in the worker's own pool, where it is pinned."""
+        pool = self.pool(number) if number else None
+        return number == 0 or (pool is not None and pool.generation_at(offset) == generation)
+
+    def pool(self, number: int) -> Pool | None:
         """The pool of this number; None for a peer's that is not mapped any more."""
         if number == 0:
             return self.client.pool
@@ -284,20 +287,23 @@ class Consumer(Connector):
             (plan.num_rows, self.hidden_size), dtype=self.hidden_dtype, device=self.layout.device
         )
         for at, prompt in enumerate(plan.prompts):
-            pool = self._pool(selected.pools[at])
+            pool = self.pool(selected.pools[at])
             assert pool is not None, "checked before, and pools stay for the whole step"
             rows, hidden = self.entry(pool, selected.offsets[at], selected.nbytes[at])
             first = prompt.first_missing
-            self.copies.fill(rows[:, first:], self.block_ids(prompt)[first:])
-            hidden_states[prompt.hidden_row].copy_(hidden, non_blocking=True)
+            self.copies.fill(self.block_ids(prompt.block_ids)[first:], rows[:, first:])
+            self.copies.take(hidden, hidden_states[prompt.hidden_row])
         self.count("scatter_seconds", time.perf_counter() - started)
         return hidden_states
 
     def _count_hits(self, plan: TransferPlan, selected: Selected) -> None:
         for prompt, nbytes in zip(plan.prompts, selected.nbytes):
-            self.count("hits")
-            self.count("hit_tokens", prompt.num_tokens)
-            self.count("hit_bytes", nbytes)
+            self.count_hit(prompt.num_tokens, nbytes)
+
+    def count_hit(self, num_tokens: int, nbytes: int) -> None:
+        self.count("hits")
+        self.count("hit_tokens", num_tokens)
+        self.count("hit_bytes", nbytes)
 
     def _count_recompute(self, plan: TransferPlan, selected: Selected | None) -> None:
         """Why each prompt of this batch is computed here."""

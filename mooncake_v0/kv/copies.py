@@ -57,16 +57,23 @@ class HostCopies:
     def merge(self) -> None:
         """The model's next work may overwrite what was to be gathered."""
 
+    def precede(self) -> None:
+        """The model's next work comes after everything asked for."""
+
     def wait(self) -> None:
         """Until everything asked for is done."""
 
-    def fill(self, rows: torch.Tensor, block_ids: torch.Tensor) -> None:
-        """Copy rows of an entry into the cache; done after `wait`."""
-        self._layout.scatter(rows, block_ids)
+    def fill(self, block_ids: torch.Tensor, rows: torch.Tensor, start: int = 0) -> None:
+        """Copy rows of an entry into the planes of the cache from `start` on."""
+        self._layout.scatter(rows, block_ids, start)
+
+    def take(self, row: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy a row out of the pool."""
+        out.copy_(row)
 
 
 class CudaCopies:
-    """As HostCopies, on a GPU. fill() works on the caller's stream, everything else on a stream of its own."""
+    """As HostCopies, on a GPU and on a stream of its own."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
@@ -116,17 +123,28 @@ class CudaCopies:
     def merge(self) -> None:
         _cuda.current_stream(self._device).wait_event(self._gathered)
 
+    def precede(self) -> None:
+        _cuda.current_stream(self._device).wait_stream(self._stream)
+
     def wait(self) -> None:
         self._stream.synchronize()
-        _cuda.current_stream(self._device).synchronize()
 
-    def fill(self, rows: torch.Tensor, block_ids: torch.Tensor) -> None:
-        if rows.is_cuda:
-            self._layout.scatter(rows, block_ids)
-            return
-        for planes, blocks, piece in self._pieces(rows):
-            piece.copy_(rows[planes, blocks], non_blocking=True)
-            self._layout.scatter(piece, block_ids[blocks], planes.start)
+    def fill(self, block_ids: torch.Tensor, rows: torch.Tensor, start: int = 0) -> None:
+        self.branch_off()
+        block_ids.record_stream(self._stream)
+        with _cuda.stream(self._stream):
+            if rows.is_cuda:
+                self._layout.scatter(rows, block_ids, start)
+                return
+            for planes, blocks, piece in self._pieces(rows):
+                piece.copy_(rows[planes, blocks], non_blocking=True)
+                self._layout.scatter(piece, block_ids[blocks], start + planes.start)
+
+    def take(self, row: torch.Tensor, out: torch.Tensor) -> None:
+        self.branch_off()
+        out.record_stream(self._stream)
+        with _cuda.stream(self._stream):
+            out.copy_(row, non_blocking=True)
 
     def _pieces(self, rows: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Parts of an entry's rows, each one stretch of host memory, and as much scratch on the device."""

@@ -180,10 +180,12 @@ class AgentClient:
         handoffs: per key what is to bring it, or nothing; none at all: of no key
         """
         if self.has_no_peer:
-            return Polled(0, [True] * len(keys), [False] * len(keys))
+            return Polled(0, [True] * len(keys), [False] * len(keys), [None] * len(keys))
         poll = Poll(self._next_call(), list(keys), wait_s, list(handoffs) or [b""] * len(keys))
         answer = self._call(poll, Polled, wait_s + CALL_DEADLINE_S)
-        self._check_inside(len(keys), [0] * len(answer.settled), [-1] * len(answer.settled), [])
+        offsets = [-1 if one is None else one.offset for one in answer.arriving]
+        nbytes = [0 if one is None else one.nbytes for one in answer.arriving]
+        self._check_inside(len(keys), [0] * len(offsets), offsets, nbytes)
         return answer
 
     def end(self, handoffs: Sequence[bytes]) -> None:

@@ -22,6 +22,7 @@ from mooncake_v0.transfer.messages import (
     MAX_KEYS,
     Absent,
     Announce,
+    Arriving,
     Confirmed,
     Dropped,
     Ended,
@@ -226,7 +227,14 @@ class DecodeSide:
         settled = [not waits and self._is_settled(key, now_s) for key, waits in zip(poll.keys, awaited)]
         if any(settled) or now_s >= waiter.deadline_s:
             self._waiters.remove(waiter)
-            waiter.reply(Polled(poll.call, settled, awaited))
+            waiter.reply(Polled(poll.call, settled, awaited, [self._arriving(key) for key in poll.keys]))
+
+    def _arriving(self, key: bytes) -> Arriving | None:
+        transfer = self._transfers.get(key)
+        if transfer is None or not transfer.done_nbytes:
+            return None
+        entry = transfer.entry
+        return Arriving(entry.offset, entry.generation, entry.nbytes, transfer.done_nbytes)
 
     def _answer(self, select: Select, now_s: float) -> Selected:
         selected = Selected(select.call, [], [], [], [], [])
@@ -417,6 +425,7 @@ class DecodeSide:
             self._send(ReadDone(entry.key, transfer.offer.generation, transfer.running is not None))
         elif transfer.offer is not None:
             self._read_on(transfer, transfer.offer)
+        self._pool.add_news()  # a worker may copy on what has come
 
     def _read_failed(self, transfer: Transfer, result: ReadResult) -> None:
         logger.warning("%s", result.error)

@@ -236,12 +236,25 @@ class Poll(Message, frozen=True):
     handoffs: list[bytes]
 
 
+class Arriving(msgspec.Struct, frozen=True, array_like=True):
+    """An entry on its way into the worker's own pool: its leading ready_nbytes are there, and not confirmed yet."""
+
+    offset: int
+    generation: int
+    nbytes: int
+    ready_nbytes: int
+
+
 class Polled(Message, frozen=True):
-    """Per key whether it is settled: a Select of it would not wait. awaited: it may still be announced."""
+    """Per key whether it is settled: a Select of it would not wait. awaited: it may still be announced.
+
+    arriving: per key what is here of it already, if something is
+    """
 
     call: int
     settled: list[bool]
     awaited: list[bool]
+    arriving: list[Union[Arriving, None]]
 
 
 class Release(Message, frozen=True):

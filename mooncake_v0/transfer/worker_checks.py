@@ -12,6 +12,7 @@ from mooncake_v0.errors import ProtocolError
 from mooncake_v0.transfer.messages import (
     KEY_BYTES,
     MAX_KEYS,
+    Arriving,
     Ended,
     PeerPool,
     Poll,
@@ -27,7 +28,10 @@ from mooncake_v0.transfer.same_host import HANDLE_BYTES
 MAX_WAIT_S = 86_400.0
 MAX_COUNTERS = 256
 _MAX_NBYTES = 1 << 48
-_OF_EACH_KEY = ("keys", "nbytes", "ready_nbytes", "offsets", "reasons", "pools", "generations", "settled", "awaited")
+_OF_EACH_KEY = (
+    *("keys", "nbytes", "ready_nbytes", "offsets", "reasons", "pools", "generations"),
+    *("settled", "awaited", "arriving"),
+)
 
 
 def decode_checked(data: bytes) -> WorkerMessage:
@@ -56,6 +60,8 @@ def _problem(message: WorkerMessage) -> str:
         return f"a handle of {len(message.device_handle)} bytes"
     if any(offset < -1 for offset in rows.get("offsets", ())):
         return "a negative offset"
+    if any(one is not None and not _is_entry(one) for one in rows.get("arriving", ())):
+        return "an entry that cannot be"
     if isinstance(message, (Select, Poll)) and not 0 <= message.wait_s <= MAX_WAIT_S:
         return f"a wait of {message.wait_s} s"
     if isinstance(message, Ended) and not are_handoffs(message.handoffs):
@@ -65,6 +71,10 @@ def _problem(message: WorkerMessage) -> str:
     if isinstance(message, Release):
         return _problem_of_counters(message.counters)
     return ""
+
+
+def _is_entry(one: Arriving) -> bool:
+    return one.offset >= 0 and 0 <= one.ready_nbytes <= one.nbytes < _MAX_NBYTES
 
 
 def _problem_of_handoffs(poll: Poll) -> str:

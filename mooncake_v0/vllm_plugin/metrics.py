@@ -29,6 +29,7 @@ class WorkerMetrics:
             for name, text in (
                 ("hit_tokens", "Prompt tokens that decode did not compute."),
                 ("hit_bytes", "Bytes of KV that decode took from the buffer."),
+                ("filled_ahead", "Hits that joined running requests without a step of their own."),
                 ("stored_tokens", "Prompt tokens whose KV prefill stored."),
                 ("wait_seconds", "Time that decode's engine step waited for entries."),
                 ("gather_seconds", "Time that prefill's engine step spent on copying blocks into the buffer."),

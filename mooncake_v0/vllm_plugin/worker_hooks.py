@@ -33,6 +33,7 @@ from mooncake_v0.transfer.agent_settings import CHECKSUMS, TRANSPORTS, AgentSett
 from mooncake_v0.transfer.peer import NO_PEER
 from mooncake_v0.vllm_plugin.early_decode import tell_ends
 from mooncake_v0.vllm_plugin.environment import choice, seconds
+from mooncake_v0.vllm_plugin.fill_ahead import FillAhead, JoinedRows, can_join, count_first_steps
 from mooncake_v0.vllm_plugin.fingerprint import adapter_identity, model_fingerprint
 from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
 from mooncake_v0.vllm_plugin.input_tensors import make_long_tensors_with_numpy
@@ -89,6 +90,7 @@ def _with_parking(original: Callable[..., None]) -> Callable[..., None]:
             idle_wait_s = SERVER_WAIT_S if isinstance(self, _AsyncLLMEngine) else IDLE_WAIT_S
             for scheduler in self.scheduler:
                 transfer.attach_scheduler(scheduler, idle_wait_s)
+            count_first_steps(self)
 
     return initialise
 
@@ -108,6 +110,7 @@ class WorkerTransfer:
         self._plan: TransferPlan | None = None
         self._attention: list[Any] = []  # the model's attention modules, on prefill
         self._metrics: WorkerMetrics | None = None
+        self._joined: JoinedRows | None = None
         self._agree = _group_agreement(vllm_config.parallel_config.tensor_parallel_size)
 
     def install(self) -> None:
@@ -236,7 +239,11 @@ class WorkerTransfer:
             tokens = seq_data.prompt_token_ids_array
             return self._key(group, tokens), layout.nbytes(self._num_blocks(tokens))
 
-        ParkingLot(scheduler, self.client, key_of=key_of, wait_s=wait_s, idle_wait_s=idle_wait_s)
+        runner = self.worker.model_runner
+        if self._joined is None and can_join(self.vllm_config, runner):
+            self._joined = JoinedRows(runner)
+        ahead = None if self._joined is None else FillAhead(scheduler, self.consumer, self._joined)
+        ParkingLot(scheduler, self.client, key_of=key_of, wait_s=wait_s, idle_wait_s=idle_wait_s, ahead=ahead)
         self.consumer.wait_s, self.consumer.min_rate_bytes_per_s = _STEP_WAIT_S, math.inf
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -246,6 +253,8 @@ class WorkerTransfer:
         def prepare_model_input(seq_groups: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             model_input = prepare(seq_groups, *args, **kwargs)
             self._plan = self._make_plan(seq_groups, model_input)
+            if self._joined is not None:
+                self._joined.place(seq_groups, model_input)
             if self._plan is not None and self.vllm_config.parallel_config.tensor_parallel_size > 1:
                 # A frozen dataclass instance; vLLM asks it for its broadcast right after this and never copies it before.
                 plan, original = encode_plan(self._plan), model_input.as_broadcastable_tensor_dict

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import random
 import time
 from array import array
 from types import SimpleNamespace
@@ -22,10 +23,19 @@ from mooncake_v0.kv.layout import KVLayout, find_block_dim
 from mooncake_v0.transfer.agent_client import AgentClient
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig
 from mooncake_v0.vllm_plugin.worker_hooks import WorkerTransfer
+from tests.transfer.conftest import Agents
 
 BLOCK_SIZE, HEADS, HEAD_SIZE, LAYERS, HIDDEN = 16, 2, 8, 2, 4
 MAX_TOKENS = 512
 Shape = Callable[[int], Sequence[int]]
+
+
+SHAPES: dict[str, Shape] = {
+    "FlashAttention": lambda blocks: (2, blocks, BLOCK_SIZE, HEADS, HEAD_SIZE),
+    "xformers, SDPA, ROCm": lambda blocks: (2, blocks, BLOCK_SIZE * HEADS * HEAD_SIZE),
+    "FlashInfer": lambda blocks: (blocks, 2, BLOCK_SIZE, HEADS, HEAD_SIZE),
+}
+FLASH = SHAPES["FlashAttention"]
 
 
 def value_of(adapter: str, tokens: Sequence[int], layer: int) -> int:
@@ -35,7 +45,10 @@ def value_of(adapter: str, tokens: Sequence[int], layer: int) -> int:
 
 
 class Side:
-    """A producer or a consumer. options: chunk (tokens a step), prefix_caching, num_blocks, swap_blocks, window."""
+    """A producer or a consumer. options: chunk (tokens a step), prefix_caching, num_blocks, swap_blocks, window.
+
+    parked: requests are held back until their KV is here, and join those that run (`vllm_plugin.parking`, `fill_ahead`)
+    """
 
     def __init__(
         self,
@@ -48,6 +61,7 @@ class Side:
         num_blocks: int = 100,
         swap_blocks: int = 0,
         window: int | None = None,
+        parked: bool = False,
     ) -> None:
         from vllm.config import CacheConfig, SchedulerConfig
         from vllm.core.scheduler import Scheduler
@@ -72,18 +86,24 @@ class Side:
         self.computed_tokens = 0
         self.swapped_out = 0
         self._numbers = itertools.count()
-        self.transfer = self._make_transfer(client, cache, is_producer)
+        self.transfer = self._make_transfer(client, cache, is_producer, scheduling)
+        if parked:
+            self.transfer.attach_scheduler(self.scheduler)
 
-    def _make_transfer(self, client: AgentClient, cache: Any, is_producer: bool) -> WorkerTransfer:
+    def _make_transfer(self, client: AgentClient, cache: Any, is_producer: bool, scheduling: Any) -> WorkerTransfer:
         config = KVTransferConfig(kv_role="kv_producer" if is_producer else "kv_consumer")
         transfer = WorkerTransfer(
-            SimpleNamespace(),
+            SimpleNamespace(model_runner=self.runner),
             SimpleNamespace(
                 kv_transfer_config=config,
                 cache_config=cache,
                 parallel_config=SimpleNamespace(tensor_parallel_size=1),
+                scheduler_config=scheduling,
+                lora_config=None,
+                prompt_adapter_config=None,
             ),
         )
+        transfer._metrics = SimpleNamespace(show_early_decode=lambda: None)  # type: ignore[assignment]
         transfer.client = client
         layout = KVLayout(self.caches, self.block_dim)
         common: dict[str, Any] = {"hidden_size": HIDDEN, "hidden_dtype": torch.float32, "count": self._count}
@@ -149,8 +169,9 @@ class Side:
         model_input = builder.build()
         plan = self.transfer._planning(lambda seq_groups: model_input)
         plan(groups)
-        hidden = self.transfer._forward(lambda: self._compute(groups, builder))()
-        self._advance(groups, builder, hidden)
+        slots = model_input.attn_metadata.slot_mapping.tolist()
+        hidden = self.transfer._forward(lambda: self._compute(groups, builder, slots))()
+        self._advance(groups, builder, self.runner.model.logits_processor._get_logits(hidden))
         return hidden  # type: ignore[no-any-return]
 
     def _swap(self, outputs: Any) -> None:
@@ -163,12 +184,16 @@ class Side:
                 for old, new in moves:
                     target.select(self.block_dim, new).copy_(source.select(self.block_dim, old))
 
-    def _compute(self, groups: Sequence[Any], builder: Any) -> torch.Tensor:
-        rows = []
+    def _compute(self, groups: Sequence[Any], builder: Any, slots: Sequence[int]) -> torch.Tensor:
+        """A token that has no slot writes nothing; its row is what nobody may use."""
+        rows: list[list[float]] = []
         for group, data in zip(groups, builder.inter_data_list):
             ((number, seq_data),) = group.seq_data.items()
             tokens, adapter = seq_data.get_token_ids(), adapter_name(group)
             for position in data.input_positions[0]:
+                if slots[len(rows)] == -1:
+                    rows.append([-1.0] * HIDDEN)
+                    continue
                 self._write(group.block_tables[number], position, adapter, tokens[: position + 1])
                 rows.append([float(value_of(adapter, tokens[: position + 1], 99))] * HIDDEN)
         self.computed_tokens += len(rows)
@@ -239,6 +264,31 @@ def _runner(scheduling: Any, window: int | None) -> Any:
         prompt_adapter_config=None,
         multi_modal_input_mapper=None,
         inter_data_cache={},
+        generators={},
+        model=SimpleNamespace(logits_processor=SimpleNamespace(_get_logits=lambda hidden: hidden.clone())),
         device=torch.device("cpu"),
         pin_memory=False,
     )
+
+
+# --- what tests say ----------------------------------------------------------------------------------------------------
+
+
+def prompt(length: int) -> list[int]:
+    """Token ids that no other test has: the agents are shared."""
+    return random.Random(time.monotonic_ns()).choices(range(3, 30000), k=length)
+
+
+def producer(agents: Agents, shape: Shape = FLASH, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Side:
+    return Side(agents.prefill, shape, dtype, **options)
+
+
+def consumer(agents: Agents, shape: Shape = FLASH, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Side:
+    return Side(agents.decode, shape, dtype, **options)
+
+
+def prefill(side: Side, *prompts: list[int], **adapters: Any) -> None:
+    groups = [side.add(tokens, **adapters) for tokens in prompts]
+    side.run_until_answered(*groups)
+    for group in groups:
+        side.finish(group)

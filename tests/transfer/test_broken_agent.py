@@ -17,7 +17,7 @@ from mooncake_v0.pin.processes import find_free_range
 from mooncake_v0.transfer import agent_client
 from mooncake_v0.transfer.agent_client import AgentClient
 from mooncake_v0.transfer.agent_settings import AgentSettings
-from mooncake_v0.transfer.messages import Message, PeerPool, Polled, Reserved, Selected, encode
+from mooncake_v0.transfer.messages import Arriving, Message, PeerPool, Polled, Reserved, Selected, encode
 from tests.transfer.conftest import MIB, key, wait_until
 
 POOL_BYTES = 8 * MIB
@@ -63,19 +63,20 @@ ANSWERS: dict[str, tuple[Call, Message]] = {
     "offsets of two keys for one": (reserve, Reserved(THE_CALL, [0, 4096], ["", ""])),
     "no offset": (reserve, Reserved(THE_CALL, [], [])),
     "offset without a reason": (reserve, Reserved(THE_CALL, [0], [])),
-    "answer to another question": (reserve, Polled(THE_CALL, [True], [False])),
+    "answer to another question": (reserve, Polled(THE_CALL, [True], [False], [None])),
     "selected beyond the pool": (select, selected(POOL_BYTES, 4096)),
     "selected of a huge size": (select, selected(0, HUGE)),
     "selected of a negative size": (select, selected(4096, -1)),
     "selected of two keys for one": (select, Selected(THE_CALL, [0, 0], [1, 1], ["", ""], [0, 0], [1, 1])),
     "selected without pools": (select, Selected(THE_CALL, [0], [1], [""], [], [])),
-    "polled nothing": (poll, Polled(THE_CALL, [], [])),
+    "polled nothing": (poll, Polled(THE_CALL, [], [], [])),
+    "arriving beyond the pool": (poll, Polled(THE_CALL, [False], [False], [Arriving(POOL_BYTES, 1, 4096, 1)])),
     "pool on the wrong socket, of a size that no pool has": (poll, PeerPool(1, HUGE)),
 }
 BYTES: dict[str, tuple[Call, bytes]] = {
     "no message": (select, b"\xc1\xc1"),
     "random bytes": (reserve, random.Random(4).randbytes(10_000)),
-    "a message that is cut off": (poll, encode(Polled(THE_CALL, [True], [False]))[:-1]),
+    "a message that is cut off": (poll, encode(Polled(THE_CALL, [True], [False], [None]))[:-1]),
     "nested lists": (reserve, b"\x91" * 5000),
     **{name: (call, encode(message)) for name, (call, message) in ANSWERS.items()},
 }
@@ -145,7 +146,7 @@ def test_nonsense_of_an_agent_is_no_answer_and_the_worker_gets_another_one(make_
 
 def test_an_agent_that_never_stops_talking_holds_no_call_up(make_worker: Callable[..., Worker]) -> None:
     """Valid messages, none of them the answer, as fast as the worker can read them: the call ends at its deadline."""
-    worker = make_worker((encode(Polled(THE_CALL + 1, [True], [False])), FOR_EVER))
+    worker = make_worker((encode(Polled(THE_CALL + 1, [True], [False], [None])), FOR_EVER))
     wait_for_agent(worker, 0)
 
     with pytest.raises(AgentUnavailableError, match="no answer within"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,37 +10,11 @@ import pytest
 import torch
 
 from tests.transfer.conftest import Agents
-from tests.transfer.engine_side import BLOCK_SIZE, HEAD_SIZE, HEADS, Shape, Side
+from tests.transfer.engine_side import BLOCK_SIZE, SHAPES, Side, consumer, prefill, producer, prompt
 
 pytestmark = pytest.mark.pin
 
-SHAPES: dict[str, Shape] = {
-    "FlashAttention": lambda blocks: (2, blocks, BLOCK_SIZE, HEADS, HEAD_SIZE),
-    "xformers, SDPA, ROCm": lambda blocks: (2, blocks, BLOCK_SIZE * HEADS * HEAD_SIZE),
-    "FlashInfer": lambda blocks: (blocks, 2, BLOCK_SIZE, HEADS, HEAD_SIZE),
-}
-FLASH = SHAPES["FlashAttention"]
 MARK = 125  # a value that no token has
-
-
-def prompt(length: int) -> list[int]:
-    """Token ids that no other test has: the agents are shared."""
-    return random.Random(time.monotonic_ns()).choices(range(3, 30000), k=length)
-
-
-def producer(agents: Agents, shape: Shape = FLASH, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Side:
-    return Side(agents.prefill, shape, dtype, **options)
-
-
-def consumer(agents: Agents, shape: Shape = FLASH, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Side:
-    return Side(agents.decode, shape, dtype, **options)
-
-
-def prefill(side: Side, *prompts: list[int], **adapters: Any) -> None:
-    groups = [side.add(tokens, **adapters) for tokens in prompts]
-    side.run_until_answered(*groups)
-    for group in groups:
-        side.finish(group)
 
 
 def mark_block(side: Side, group: Any, index: int) -> torch.Tensor:
