@@ -188,15 +188,15 @@ class Side:
         """A token that has no slot writes nothing; its row is what nobody may use."""
         rows: list[list[float]] = []
         for group, data in zip(groups, builder.inter_data_list):
-            ((number, seq_data),) = group.seq_data.items()
+            ((_, seq_data),) = group.seq_data.items()
             tokens, adapter = seq_data.get_token_ids(), adapter_name(group)
             for position in data.input_positions[0]:
                 if slots[len(rows)] == -1:
                     rows.append([-1.0] * HIDDEN)
                     continue
-                self._write(group.block_tables[number], position, adapter, tokens[: position + 1])
+                self._write(slots[len(rows)], adapter, tokens[: position + 1])
                 rows.append([float(value_of(adapter, tokens[: position + 1], 99))] * HIDDEN)
-        self.computed_tokens += len(rows)
+                self.computed_tokens += 1
         return torch.tensor(rows)
 
     def _advance(self, groups: Sequence[Any], builder: Any, hidden: torch.Tensor) -> None:
@@ -224,10 +224,10 @@ class Side:
         rows = self.caches[layer].select(self.block_dim, block)
         return rows.view(2, BLOCK_SIZE, HEADS * HEAD_SIZE)
 
-    def _write(self, table: Sequence[int], position: int, adapter: str, tokens: Sequence[int]) -> None:
+    def _write(self, slot: int, adapter: str, tokens: Sequence[int]) -> None:
         for layer in range(LAYERS):
-            slots = self.slots(layer, table[position // BLOCK_SIZE])
-            slots[:, position % BLOCK_SIZE] = value_of(adapter, tokens, layer)
+            slots = self.slots(layer, slot // BLOCK_SIZE)
+            slots[:, slot % BLOCK_SIZE] = value_of(adapter, tokens, layer)
 
     def assert_cache_of(self, group: Any, first: int = 0) -> None:
         """Every computed token's keys and values, from position `first` on, are those of its whole prefix."""
