@@ -78,11 +78,15 @@ def nearly(value: Any) -> Any:
     return Near(value) if isinstance(value, float) else value
 
 
-def content(answer: dict[str, Any]) -> list[Any]:
+def exact_content(answer: dict[str, Any]) -> list[Any]:
     """Everything of an answer that must be equal: texts, tokens, logprobs, reasons and usage."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    parts = [[choice["text"], choice["finish_reason"], choice["logprobs"]] for choice in choices]
-    return [*map(nearly, parts), answer["usage"]]
+    return [*([choice["text"], choice["finish_reason"], choice["logprobs"]] for choice in choices), answer["usage"]]
+
+
+def content(answer: dict[str, Any]) -> list[Any]:
+    """As `exact_content`, and equal up to rounding."""
+    return list(nearly(exact_content(answer)))
 
 
 def texts(answer: dict[str, Any]) -> list[str]:

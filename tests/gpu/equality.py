@@ -7,22 +7,25 @@ The model has the KV shape of an 8B model (36 layers, 8 KV heads, 128 wide,
 144 KiB a token) and random weights large enough for a wrong block to show. Every answer of the pair must equal the plain
 instance's, and decode must have computed no prompt. Behind a prefix-cache hit vLLM itself is not reproducible to the last bit
 (it computes the rest with another kernel), so there the pair must be as near to the plain instance as that one's second
-answer is to its first. Samples (n > 1) are left out: the plain instance computes their prompts in one batch, with other
-rounding. Prints one line a set-up; exit code 1 if one fails. Names of set-ups as arguments run only those.
+answer is to its first. Then the same for first tokens while another answer runs, which new requests join; what follows is
+computed in a batch, with other rounding. Samples (n > 1) are left out for the same reason. Prints one line a set-up; exit
+code 1 if one fails. Names of set-ups as arguments run only those.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any, Sequence
 
 from mooncake_v0.pin.processes import Pair, PairOptions, find_free_port
 from mooncake_v0.pin.tiny_model import write_tokenizer
-from tests.e2e.asking import ask, content, counters, hits, misses, token_prompt
+from tests.e2e.asking import ask, counters, exact_content, hits, misses, stream_all, token_prompt
 
 LENGTHS = (1, 15, 16, 17, 100, 128, 511, 512, 1000, 2048, 4096, 8000)
 SETUPS: dict[str, tuple[dict[str, str], Sequence[str]]] = {
@@ -55,11 +58,22 @@ def make_model(folder: Path) -> str:
     return str(folder)
 
 
+def fresh_bodies(model: str, seed: int, max_tokens: int) -> list[dict[str, Any]]:
+    kinds: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 3})
+    return [
+        {
+            "model": model,
+            "prompt": token_prompt(length, seed),
+            "max_tokens": max_tokens,
+            "logprobs": 3,
+            **kinds[index % 2],
+        }
+        for index, length in enumerate(LENGTHS)
+    ]
+
+
 def make_bodies(model: str) -> list[dict[str, Any]]:
-    bodies = []
-    for index, length in enumerate(LENGTHS):
-        kind: dict[str, Any] = ({"temperature": 0}, {"temperature": 0.8, "seed": 3})[index % 2]
-        bodies.append({"model": model, "prompt": token_prompt(length, 1), "max_tokens": 12, "logprobs": 3, **kind})
+    bodies = fresh_bodies(model, 1, 12)
     # a long common prefix: with prefix caching only the rest is computed, or fetched
     shared = token_prompt(2000, 2)
     bodies += [
@@ -94,16 +108,20 @@ def check(name: str, model: str, folder: Path) -> bool:
 
 def compare(name: str, pair: Pair, plain_url: str, bodies: list[dict[str, Any]]) -> bool:
     """Every answer is equal, or, behind a prefix-cache hit, as near as the plain instance's second answer is to its first."""
-    plain, again = ([content(ask(plain_url, body)) for body in bodies] for _ in range(2))
-    answers = [content(ask(pair.proxy_url, body)) for body in bodies]
+    plain, again = ([exact_content(ask(plain_url, body)) for body in bodies] for _ in range(2))
+    answers = [exact_content(ask(pair.proxy_url, body)) for body in bodies]
     found = counters(pair)
     shifts = [shift(answer, expected) for answer, expected in zip(answers, plain)]
     own_shift = max(shift(one, other) for one, other in zip(again, plain))
     equal = [answer == expected for answer, expected in zip(answers, plain)]
+    joined = ask_beside_another(pair, plain_url, bodies[0]["model"])
     result = {
         "setup": name,
         "prompts": len(bodies),
         "equal": sum(equal),
+        "first tokens beside another answer": len(joined),
+        "of them equal": sum(joined),
+        "that joined": counters(pair).get("filled_ahead", 0.0),
         "largest logprob shift": max(shifts),
         "plain instance's own shift when asked twice": own_shift,
         "hits": hits(found),
@@ -113,7 +131,20 @@ def compare(name: str, pair: Pair, plain_url: str, bodies: list[dict[str, Any]])
     }
     print(json.dumps(result), flush=True)
     fresh = all(equal[: len(LENGTHS)])
-    return fresh and max(shifts) <= own_shift and hits(found) == len(bodies) and misses(found) == 0
+    return fresh and all(joined) and max(shifts) <= own_shift and hits(found) == len(bodies) and misses(found) == 0
+
+
+def ask_beside_another(pair: Pair, plain_url: str, model: str) -> list[bool]:
+    """For prompts of all lengths, whether the first token and its logprobs are the plain instance's."""
+    bodies = fresh_bodies(model, 4, 1)
+    long = {"model": model, "prompt": token_prompt(30, 5), "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+    running = threading.Thread(target=lambda: asyncio.run(stream_all(pair.proxy_url, [long])))
+    running.start()
+    answers = [exact_content(ask(pair.proxy_url, body)) for body in bodies]
+    if not running.is_alive():
+        raise RuntimeError("the other answer ended too early")
+    running.join()
+    return [answer == exact_content(ask(plain_url, body)) for answer, body in zip(answers, bodies)]
 
 
 def shift(one: list[Any], other: list[Any]) -> float:
