@@ -12,6 +12,7 @@ from mooncake_v0.pin.processes import Pair
 from tests.e2e.agents import find_agent, first_difference, overwrite_byte, read_pool, wait_until
 from tests.e2e.asking import ask, ask_all, content, counters, hits, misses, stream_all, token_prompt
 from tests.e2e.conftest import make_pair
+from tests.e2e.engine_suites import metric
 from tests.quick import IN_ONE_PROCESS
 
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 64, 100, 127, 128, 129, 200, 255, 256, 300, 400, 512, 513, 640, 777)
@@ -81,13 +82,23 @@ def test_sixteen_clients_get_equal_answers_and_hits(plain_url: str, pair: Pair, 
         {"model": tiny_model, "prompt": token_prompt(5 + 17 * i, 3), "max_tokens": 8, "temperature": 0, "logprobs": 1}
         for i in range(64)
     ]
-    before = counters(pair)
+    before, counted_before = counters(pair), counted_by_vllm(pair)
 
     answers = asyncio.run(ask_all(pair.proxy_url, bodies, clients=16))
 
-    after = counters(pair)
+    after, counted_after = counters(pair), counted_by_vllm(pair)
     assert [content(answer) for answer in answers] == [content(ask(plain_url, body)) for body in bodies]
     assert hits(after) - hits(before) >= 0.95 * len(bodies)
+    assert after["filled_ahead"] - before.get("filled_ahead", 0.0) >= len(bodies) / 4  # joined others that were running
+    prompt_tokens = sum(len(body["prompt"]) for body in bodies)
+    tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    assert [new - old for new, old in zip(counted_after, counted_before)] == [64, prompt_tokens, tokens, tokens - 64]
+
+
+def counted_by_vllm(pair: Pair) -> list[float]:
+    """Decode's own metrics, of prompts that had a step of their own and of those that joined others."""
+    names = ("time_to_first_token_seconds_count", "prompt_tokens_total", "generation_tokens_total")
+    return [metric(pair.api_url("decode"), f"vllm:{name}") for name in (*names, "time_per_output_token_seconds_count")]
 
 
 def test_streamed_text_is_the_text_of_one_piece(pair: Pair, tiny_model: str) -> None:
