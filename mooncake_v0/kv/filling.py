@@ -53,6 +53,11 @@ class Filling:
         self._ended = threading.Event()
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether it was told them."""
+        return self._block_ids is not None
+
+    @property
     def has_all(self) -> bool:
         """Whether the agent has given the entry: nothing more is to be waited for but the copies."""
         return self._pinned

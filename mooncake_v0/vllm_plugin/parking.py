@@ -135,6 +135,7 @@ class ParkingLot:
                 filling.follow(watched.arriving)
             if watched.arrived and not filling.take_all():
                 watched.settled = True
+        ahead.start_step()
         ahead.advance()
         last = [filling for name in ahead.names if (filling := ahead.get(name)) is not None and filling.has_all]
         if wait_s and last:

@@ -11,7 +11,7 @@ import torch
 from mooncake_v0.kv.copies import HostCopies
 from mooncake_v0.transfer.agent_client import AgentClient
 from mooncake_v0.transfer.messages import Arriving, Polled
-from mooncake_v0.vllm_plugin import parking
+from mooncake_v0.vllm_plugin import fill_ahead, parking
 from mooncake_v0.vllm_plugin.fill_ahead import can_join
 from tests.transfer.conftest import POOL_BYTES, Agents, MakeAgents, wait_until
 from tests.transfer.engine_side import BLOCK_SIZE, Side, consumer, prefill, producer, prompt
@@ -140,6 +140,45 @@ def test_running_requests_go_on_while_the_copies_take_their_time(shared_agents: 
     side.step()
     assert group.first_seq.get_output_len() == 1
     side.assert_cache_of(group)
+
+
+def test_a_long_prompt_gets_its_blocks_some_in_every_step(
+    shared_agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill_ahead, "TOKEN_BYTES", fill_ahead.STEP_BYTES // (2 * BLOCK_SIZE))
+    side, running, tokens = running_and_arrived(shared_agents, length=20 * BLOCK_SIZE + 5)
+    group, free = side.add(tokens), []
+
+    while not group.first_seq.get_output_len():
+        side.step()
+        free.append(free_blocks(side))
+
+    taken = [before - after for before, after in zip(free, free[1:])]
+    assert len(free) >= 10 and max(taken) <= 3  # two, and one that what runs may want
+    assert side.counted["filled_ahead"] == 1
+    side.assert_cache_of(group)
+    side.assert_cache_of(running)
+
+
+def test_blocks_that_another_took_meanwhile_are_waited_for(
+    shared_agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill_ahead, "TOKEN_BYTES", fill_ahead.STEP_BYTES // (2 * BLOCK_SIZE))
+    side, running, tokens = running_and_arrived(shared_agents, length=25 * BLOCK_SIZE, num_blocks=45)
+    group = side.add(tokens)
+    side.step()
+    assert group.first_seq.seq_id in side.scheduler.block_manager.block_tables
+    other = side.add(prompt(25 * BLOCK_SIZE), prompt_logprobs=1)  # computed by decode, at once
+
+    for _ in range(20):
+        side.step()
+
+    assert list(side.scheduler.waiting) == [group] and other in side.scheduler.running
+    assert group.first_seq.seq_id not in side.scheduler.block_manager.block_tables
+    side.finish(other)
+    side.run_until_answered(group)
+    side.assert_cache_of(group)
+    side.assert_cache_of(running)
 
 
 def test_a_request_that_is_aborted_during_its_copies_leaves_nothing_behind(shared_agents: Agents) -> None:

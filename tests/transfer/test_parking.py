@@ -131,6 +131,18 @@ def test_a_queue_longer_than_any_message_is_asked_about_bit_by_bit(shared_agents
     assert agent_pid(shared_agents.decode) == agent and shared_agents.decode.running
 
 
+def test_who_is_behind_a_long_queue_is_let_through_at_its_deadline(shared_agents: Agents, announced: int) -> None:
+    living = [Handoff(os.urandom(ID_BYTES), within_s=60) for _ in range(MAX_ASKED)]
+    groups = [Group(str(at), announced + 1 + at, handoff) for at, handoff in enumerate(living)]
+    scheduler = Scheduler(deque([*groups, Group("behind", announced)]))
+    park(scheduler, shared_agents, wait_s=0.2)
+    assert schedule(scheduler) == []
+
+    wait_until(lambda: schedule(scheduler) == ["behind"])
+
+    assert len(scheduler.waiting) == MAX_ASKED
+
+
 def test_held_requests_keep_their_order(shared_agents: Agents, announced: int) -> None:
     groups = [Group(f"r{index}", announced) for index in range(3)]
     scheduler = Scheduler(deque(groups))
