@@ -65,7 +65,9 @@ class Hooks:
         import psutil
 
         worker = engine.model_executor.driver_worker
-        objects = [engine, *engine.scheduler, worker, worker.model_runner, worker.model_runner.model]
+        model, schedulers = worker.model_runner.model, engine.scheduler
+        objects = [engine, *schedulers, *(scheduler.block_manager for scheduler in schedulers)]
+        objects += [worker, worker.model_runner, model, model.logits_processor]
         modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "vllm"]
         classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
         self._found = [
