@@ -123,9 +123,9 @@ def test_entry_that_is_reused_during_the_copy_is_computed_again(
     assert set(layout.planes[0][:40].view(torch.uint8).unique().tolist()) == {3}
     scatter = layout.scatter
 
-    def slow_scatter(rows: torch.Tensor, block_ids: torch.Tensor) -> None:
+    def slow_scatter(rows: torch.Tensor, block_ids: torch.Tensor, start: int) -> None:
         """Prefill gives the region to another entry while decode copies it."""
-        scatter(rows, block_ids)
+        scatter(rows, block_ids, start)
         wait_until(lambda: mapped.store(2, 40 * MIB, fill=9) in ("", "exists"))
 
     monkeypatch.setattr(layout, "scatter", slow_scatter)
