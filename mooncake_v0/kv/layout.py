@@ -11,8 +11,8 @@ backend's inner layout, head counts, head size, quantisation or tensor paralleli
 A cache is seen as planes: [num_blocks, row_bytes] views of the layers' tensors, e.g. keys of layer 0, values of layer 0,
 keys of layer 1 and so on. An entry holds the selected rows of each plane, plane after plane, then the hidden row.
 
-On a GPU a copy of some MiB takes less time than starting a kernel for each plane, so there all planes are also seen as one
-tensor of rows, from which one kernel takes all (`_Span`).
+A copy of some MiB takes a GPU less time than starting a kernel for each plane, and is too little for each plane to be shared
+by two threads of a CPU. So all planes are also seen as one tensor of rows, from which one kernel takes all (`_Span`).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def find_block_dim(get_shape: Callable[[int], Sequence[int]]) -> int:
 class KVLayout:
     """The planes of one rank's KV cache. Holds views of the cache, never copies."""
 
-    def __init__(self, kv_caches: Sequence[torch.Tensor], block_dim: int, *, one_kernel: bool | None = None) -> None:
+    def __init__(self, kv_caches: Sequence[torch.Tensor], block_dim: int, *, one_kernel: bool = True) -> None:
         """kv_caches: one tensor per layer, contiguous; empty tensors (layers without attention) are skipped.
 
-        one_kernel: whether small copies take all planes at once; by default on a GPU
+        one_kernel: whether small copies take all planes at once
         """
         self.planes: list[torch.Tensor] = []
         self.planes_through: dict[int, int] = {}  # address of a layer's cache → planes up to and with this layer
@@ -69,9 +69,7 @@ class KVLayout:
         self.row_bytes = self.row_words * self.planes[0].element_size()
         self.block_bytes = self.row_bytes * len(self.planes)
         self.device = self.planes[0].device
-        self._span = (
-            _Span.over(self.planes) if one_kernel or (one_kernel is None and self.device.type == "cuda") else None
-        )
+        self._span = _Span.over(self.planes) if one_kernel else None
 
     def nbytes(self, num_blocks: int) -> int:
         """Size of the KV part of an entry of so many blocks."""
