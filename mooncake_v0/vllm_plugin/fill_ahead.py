@@ -30,7 +30,7 @@ from mooncake_v0.kv.filling import Filling
 from mooncake_v0.vllm_plugin.wrapping import wrap_once
 
 STEP_BYTES = 512 << 20  # copied beside one step: a millisecond or two of a GPU's memory
-TOKEN_BYTES = 64 << 10  # to give a token its place in a block takes as long as to copy so much: 3 us a block, in Python
+TOKEN_BYTES = 128 << 10  # to give a token its place in a block costs a step as much as to copy so much: 3 us a block
 _PAD_SLOT_ID = -1  # attention/backends/utils.py:12: nothing is written
 _FIRST_STEP = "mooncake_v0_first_step"  # attribute of a sequence group: prompt tokens that its next step completes
 
@@ -66,6 +66,10 @@ class Held:
     seq: Any
     table: Any
     filling: Filling
+
+    @property
+    def lacks_blocks(self) -> bool:
+        return bool(self.table.num_full_slots < self.seq.get_len())
 
 
 class FillAhead:
@@ -109,8 +113,7 @@ class FillAhead:
             return True
         # as BlockSpaceManager.allocate, which gives all blocks at once: 3 ms for 16,384 tokens
         table = BlockTable(blocks.block_size, blocks.block_allocator)
-        tokens = self._some(seq.get_token_ids())
-        table.allocate(tokens)
+        self._add_blocks(table, seq)
         blocks.block_tables[seq.seq_id] = table
         blocks._computed_blocks_tracker.add_seq(seq.seq_id)
         blocks._last_access_blocks_tracker.add_seq(seq.seq_id)
@@ -129,23 +132,31 @@ class FillAhead:
 
     def _give_blocks(self, name: str, held: Held) -> bool:
         """Some more of them. False: they are not complete yet, or there are none left and the request has lost all."""
-        rest = self._some(held.table.get_unseen_token_ids(held.seq.get_token_ids()))
-        if not self._has_free(-(-len(rest) // self._blocks.block_size) + len(self._scheduler.running)):
+        if held.lacks_blocks and not self._add_blocks(held.table, held.seq):
             self.give_up(name)
-            return False
-        if rest:
-            held.table.append_token_ids(rest)
-        if held.table.num_full_slots < held.seq.get_len():
+        if held.lacks_blocks:
             return False
         held.filling.into(pack_block_ids(held.table.physical_block_ids))
         return True
 
-    def _some(self, tokens: Any) -> Any:
-        """As many as this step bears; whole blocks."""
+    def _add_blocks(self, table: Any, seq: Any) -> bool:
+        """As many as this step bears, to the end of a BlockTable. False: so many are not free.
+
+        As BlockTable.allocate does for all of a prompt at once; its append_token_ids takes three times as long.
+        """
+        from vllm.utils import Device
+
         size: int = self._blocks.block_size
-        taken = tokens[: max(1, self._left // (TOKEN_BYTES * size)) * size]
-        self._left -= TOKEN_BYTES * len(taken)
-        return taken
+        start = table.num_full_slots
+        tokens = seq.get_token_ids()[start : start + max(1, self._left // (TOKEN_BYTES * size)) * size]
+        if not self._has_free(-(-len(tokens) // size) + len(self._scheduler.running)):
+            return False
+        self._left -= TOKEN_BYTES * len(tokens)
+        last = table.blocks[-1] if start else None
+        for block in table._allocate_blocks_for_token_ids(last, tokens, Device.GPU):
+            table._blocks.append(block)
+        table._num_full_slots += len(tokens)
+        return True
 
     def _has_free(self, blocks: int) -> bool:
         return bool(self._blocks.get_num_free_gpu_blocks() - blocks >= self._blocks.watermark_blocks)
