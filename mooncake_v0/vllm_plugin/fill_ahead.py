@@ -168,11 +168,11 @@ class FillAhead:
 
     def join_ended(self) -> list[str]:
         """Let requests run whose copies have ended. Returns those that are not held back any more, however it went."""
-        ended = [name for name, held in self._held.items() if held.filling.has_ended]
-        if not self._has_room(len(ended)):
-            return []
-        for name in ended:
-            self._join(name)
+        ended = []
+        for name, held in list(self._held.items()):
+            if held.filling.has_ended and self._has_room(1):
+                self._join(name)
+                ended.append(name)
         return ended
 
     def _join(self, name: str) -> None:

@@ -78,8 +78,9 @@ def test_forty_prompts_over_etcd_and_ports_100_apart_with_the_buffer_mapped(
 
 
 def test_sixteen_clients_get_equal_answers_and_hits(plain_url: str, pair: Pair, tiny_model: str) -> None:
+    kinds: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
     bodies = [
-        {"model": tiny_model, "prompt": token_prompt(5 + 17 * i, 3), "max_tokens": 8, "temperature": 0, "logprobs": 1}
+        {"model": tiny_model, "prompt": token_prompt(5 + 17 * i, 3), "max_tokens": 8, "logprobs": 1, **kinds[i % 2]}
         for i in range(64)
     ]
     before, counted_before = counters(pair), counted_by_vllm(pair)
