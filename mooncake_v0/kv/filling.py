@@ -50,6 +50,7 @@ class Filling:
         self._ready_planes = 0
         self._plane_bytes = max(1, (self.nbytes - consumer.hidden_bytes) // len(consumer.layout.planes))
         self._pinned = False
+        self._has_asked_for_all = False
         self._ended = threading.Event()
 
     @property
@@ -91,6 +92,7 @@ class Filling:
             return False
         self._pinned = True
         if selected.nbytes[0] != self.nbytes:
+            self._release({})
             return False
         self._begin_at(Place(selected.pools[0], selected.offsets[0], selected.generations[0]))
         self._ready_planes = len(self._consumer.layout.planes)
@@ -105,11 +107,12 @@ class Filling:
         place, start = self._place, self._planes
         end = min(self._ready_planes, start + max(1, limit_bytes // self._plane_bytes))
         is_last = self._pinned and end == len(self._consumer.layout.planes)
-        if place is None or self._block_ids is None or self.has_ended or (start >= end and not is_last):
+        if place is None or self._block_ids is None or self._has_asked_for_all or (start >= end and not is_last):
             return 0
         with self._client.step():
             pool = self._consumer.pool(place.pool)
             if pool is None:  # it is not mapped any more; `check` will find that, too
+                self._has_asked_for_all = True
                 self._ended.set()
                 return 0
             rows, hidden = self._consumer.entry(pool, place.offset, self.nbytes)
@@ -119,7 +122,7 @@ class Filling:
             if is_last:
                 self._copies.take(hidden, self.hidden)
             self._copies.then(self._end if is_last else self._client.in_use.leave)
-        self._planes = end
+        self._planes, self._has_asked_for_all = end, is_last
         return (end - start) * self._plane_bytes
 
     def _end(self) -> None:

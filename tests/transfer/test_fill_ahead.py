@@ -27,11 +27,13 @@ class LateCopies(HostCopies):
         super().__init__(side.transfer.consumer.layout)
         side.transfer.consumer.copies = self  # type: ignore[assignment]
         self._asked: list[Callable[[], None]] = []
+        self.rows_taken = 0
 
     def fill(self, block_ids: torch.Tensor, rows: torch.Tensor, start: int = 0) -> None:
         self._asked.append(lambda: super(LateCopies, self).fill(block_ids, rows, start))
 
     def take(self, row: torch.Tensor, out: torch.Tensor) -> None:
+        self.rows_taken += 1
         self._asked.append(lambda: super(LateCopies, self).take(row, out))
 
     def then(self, action: Callable[[], None]) -> None:
@@ -136,6 +138,7 @@ def test_running_requests_go_on_while_the_copies_take_their_time(shared_agents: 
 
     assert running.first_seq.get_output_len() - before == 10
     assert group.first_seq.get_output_len() == 0 and list(side.scheduler.waiting) == [group]
+    assert copies.rows_taken == 1  # not once more in every step
     copies.wait()
     side.step()
     assert group.first_seq.get_output_len() == 1
@@ -267,6 +270,22 @@ def test_a_region_that_prefill_reused_is_not_joined_with(make_agents: MakeAgents
     assert side.computed_tokens >= len(tokens)
     side.assert_cache_of(group)
     side.assert_cache_of(running)
+
+
+def test_an_entry_of_another_size_is_left_where_it_is(shared_agents: Agents) -> None:
+    side, running, _ = running_and_arrived(shared_agents)
+    group = side.add(prompt(100))
+    key = side.transfer._key(group, group.first_seq.data.prompt_token_ids_array)
+    shared_agents.prefill.reserve([key], [5000])
+    shared_agents.prefill.commit([key], [5000])
+    wait_until(lambda: shared_agents.decode.poll([key], 1.0).settled == [True])
+
+    side.run_until_answered(group)
+
+    assert side.counted["miss_wrong_size"] == 1 and "filled_ahead" not in side.counted
+    side.assert_cache_of(group)
+    side.assert_cache_of(running)
+    assert_nothing_is_pinned(shared_agents)
 
 
 def test_no_more_run_than_vllm_was_told(shared_agents: Agents) -> None:
