@@ -12,10 +12,10 @@ import pytest
 
 from mooncake_v0.pin.environment import cache_folder
 from mooncake_v0.pin.processes import ManagedProcess, Pair, PairOptions, find_free_port
-from mooncake_v0.pin.tiny_model import make_tiny_model
+from mooncake_v0.pin.tiny_model import CPU_DTYPE, make_tiny_model
 from tests.quick import QUICK_START, python_path
 
-VLLM_ARGS = ("--dtype", "float32", "--max-model-len", "4096", "--disable-log-requests")
+VLLM_ARGS = ("--dtype", CPU_DTYPE, "--max-model-len", "4096", "--disable-log-requests")
 KV_BLOCKS = ("--num-gpu-blocks-override", "8192")  # of the tiny model 256 MB: the CPU worker writes zeros to all of it
 # As between two hosts, where this is not set otherwise; both sides are on this one, and would map the buffer.
 TRANSPORT = os.environ.get("MOONCAKE_V0_TRANSPORT", "engine")

@@ -21,10 +21,10 @@ import click
 
 from mooncake_v0.pin.environment import cache_folder
 from mooncake_v0.pin.processes import Pair, PairOptions
-from mooncake_v0.pin.tiny_model import make_tiny_model
+from mooncake_v0.pin.tiny_model import CPU_DTYPE, make_tiny_model
 
 PROMPTS = 60
-VLLM_ARGS = ("--dtype", "float32", "--max-model-len", "4096", "--disable-log-requests", "--served-model-name", "tiny")
+VLLM_ARGS = ("--dtype", CPU_DTYPE, "--max-model-len", "4096", "--disable-log-requests", "--served-model-name", "tiny")
 
 ASK_WITH_LITELLM = """
 import json, sys

@@ -24,11 +24,11 @@ import click
 
 from mooncake_v0.pin.environment import cache_folder
 from mooncake_v0.pin.processes import Pair, PairOptions, find_free_port
-from mooncake_v0.pin.tiny_model import make_tiny_model
+from mooncake_v0.pin.tiny_model import CPU_DTYPE, make_tiny_model
 
 SUITES = ("test_completion", "test_chat")
 NAMES = ("HuggingFaceH4/zephyr-7b-beta", "zephyr-lora", "zephyr-lora2", "zephyr-pa", "zephyr-pa2")
-VLLM_ARGS = ("--dtype", "float32", "--max-model-len", "8192", "--disable-log-requests", "--served-model-name", *NAMES)
+VLLM_ARGS = ("--dtype", CPU_DTYPE, "--max-model-len", "8192", "--disable-log-requests", "--served-model-name", *NAMES)
 
 RUNNING_SERVER = '''
 """A server that runs already, in place of the one that the tests would start."""
