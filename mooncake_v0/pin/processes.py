@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, Iterator, Mapping, Sequence
@@ -41,19 +42,27 @@ def find_free_port() -> int:
 
 FREE_PORTS = range(20_000, 32_000)
 _PROCESSES = 16
+_given: deque[range] = deque(maxlen=32)  # to this process, which may not use them yet
 
 
 def find_free_range(count: int) -> int:
     """First port of `count` free ones in a row, below the range from which the kernel picks client ports.
 
-    Processes look in different places first: ports are taken long after they were found free.
+    Processes look in different places first, and one that asks again gets others: ports are taken long after they were
+    found free.
     """
     places = range(FREE_PORTS.start, FREE_PORTS.stop - count + 1, count)
     own = places[os.getpid() % _PROCESSES :: _PROCESSES]
-    for base in (*random.sample(own, len(own)), *random.sample(places, len(places))):
+    bases = [*random.sample(own, len(own)), *random.sample(places, len(places))]
+    for base in sorted(bases, key=lambda base: _was_given(range(base, base + count))):  # its order stays otherwise
         if all(_is_free(base + i) for i in range(count)):
+            _given.append(range(base, base + count))
             return base
     raise CouldNotCheckError(f"no {count} free ports in a row on this host", fix="stop some servers")
+
+
+def _was_given(ports: range) -> bool:
+    return any(ports.start < other.stop and other.start < ports.stop for other in _given)
 
 
 def _is_free(port: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mooncake_v0.pin.processes import Pair, PairOptions
+from mooncake_v0.pin.processes import Pair, PairOptions, find_free_range
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
@@ -52,3 +52,9 @@ def test_each_instance_sees_the_gpus_that_it_was_given(tmp_path: Path) -> None:
         pair.stop_all()
 
     assert [environment.get("CUDA_VISIBLE_DEVICES") for environment in environments] == ["1,0", "0", None]
+
+
+def test_ports_found_free_are_not_found_again_before_they_can_be_in_use() -> None:
+    found = [find_free_range(150) for _ in range(20)]
+
+    assert len({port for base in found for port in range(base, base + 150)}) == 20 * 150
