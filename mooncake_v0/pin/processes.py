@@ -42,7 +42,7 @@ def find_free_port() -> int:
 
 FREE_PORTS = range(20_000, 32_000)
 _PROCESSES = 16
-_given: deque[range] = deque(maxlen=32)  # to this process, which may not use them yet
+_given: deque[range] = deque(maxlen=16)  # to this process, which may not use them yet
 
 
 def find_free_range(count: int) -> int:
