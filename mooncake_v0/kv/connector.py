@@ -265,10 +265,7 @@ class Consumer(Connector):
         The peer clears the cell before it gives the region to another entry, so a cell that is right after a copy proves
         the copy. Loads are not reordered here: x86 keeps their order, and between them lies the copy's end.
         """
-        for number, offset, generation in zip(selected.pools, selected.offsets, selected.generations):
-            if not self.is_unchanged_at(number, offset, generation):
-                return False
-        return True
+        return all(map(self.is_unchanged_at, selected.pools, selected.offsets, selected.generations))
 
     def is_unchanged_at(self, number: int, offset: int, generation: int) -> bool:
         """As `_is_unchanged`, of one entry; always in the worker's own pool, where it is pinned."""

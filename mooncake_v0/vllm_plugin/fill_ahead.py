@@ -2,7 +2,7 @@
 
 vLLM computes a prompt in a step during which nothing else runs. On decode there is nothing to compute, but that step's
 scheduling, input tensors and copies still stop every running answer, for 20 ms at 16,384 tokens (an 8B model on an H200).
-So while others run, a request that `ParkingLot` holds back gets its blocks at once; they are filled beside the others'
+So while others run, a request that `ParkingLot` holds back gets its blocks already; they are filled beside the others'
 steps (`kv.filling`), and then the request joins them as one that has computed all but its prompt's last token. In its first
 step its row of the batch computes that token once more. The result is not used: the row's logits are made of the hidden row
 that came with the entry, alone as they would be in a step of its own, and what it would write into the cache goes nowhere.

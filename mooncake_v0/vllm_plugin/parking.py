@@ -163,9 +163,10 @@ class ParkingLot:
 
     def _keep_blocks_of(self, held: dict[str, Any]) -> None:
         """Whatever else is let through gets its blocks from vLLM itself."""
-        for name in self._ahead.names if self._ahead is not None else ():
-            if name not in held and self._ahead is not None:
-                self._ahead.give_up(name)
+        if self._ahead is not None:
+            for name in self._ahead.names:
+                if name not in held:
+                    self._ahead.give_up(name)
 
     # --- what the agent knows -----------------------------------------------------------------------------------------
 
