@@ -180,10 +180,11 @@ class DecodeSide:
                 self._ask_if_unknown(key, now_s)
 
     def _is_awaited(self, key: bytes, handoff: bytes) -> bool:
-        """Whether prefill may still announce this key."""
+        """Whether prefill's leg lives, and with it what it may announce or is computing."""
         if handoff not in self._awaited or key in self._reasons:
             return False
-        return self._buffer.get(key) is None and self.mapped.get(key) is None and not self.mapped.is_expected(key)
+        entry = self._buffer.get(key)
+        return self.mapped.get(key) is None and (entry is None or entry.state != HELD)
 
     def _ask_if_unknown(self, key: bytes, now_s: float) -> None:
         """A key that nobody announced is asked of the peer, once for a while."""

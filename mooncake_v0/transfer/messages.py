@@ -246,7 +246,7 @@ class Arriving(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Polled(Message, frozen=True):
-    """Per key whether it is settled: a Select of it would not wait. awaited: it may still be announced.
+    """Per key whether it is settled: a Select of it would not wait. awaited: its prefill leg lives.
 
     arriving: per key what is here of it already, if something is
     """

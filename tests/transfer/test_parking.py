@@ -243,6 +243,29 @@ def test_early_request_waits_for_an_entry_that_nobody_has_announced_yet(legs: Le
     assert legs.agents.fetch(legs.number, wait_s=0.0) != "late"
 
 
+def test_early_request_waits_while_prefill_computes_what_it_has_announced(legs: Legs) -> None:
+    legs.send(wait_s=0.5)
+    assert legs.agents.prefill.reserve([key(legs.number)], [MIB]).reasons == [""]
+
+    legs.hold_for(2.0)
+    legs.agents.prefill.commit([key(legs.number)], [MIB])
+
+    legs.let_through()
+    assert legs.agents.fetch(legs.number, wait_s=0.0) != "late"
+
+
+def test_early_request_computes_when_what_was_announced_is_not_here_soon_after_the_end(legs: Legs) -> None:
+    leg = legs.send(wait_s=0.5)
+    legs.agents.prefill.reserve([key(legs.number)], [MIB])
+    legs.hold_for(1.0)
+
+    leg.ended = True
+    legs.prefill.free_finished_seq_groups()
+
+    legs.let_through()
+    legs.agents.prefill.commit([key(legs.number)], [MIB])  # for the tests that share these agents
+
+
 def test_early_request_computes_when_its_prefill_ends_without_an_entry(legs: Legs) -> None:
     leg = legs.send()
     legs.hold_for(0.5)
