@@ -10,12 +10,12 @@ import asyncio
 from dataclasses import dataclass
 from typing import Callable
 
+from mooncake_v0.bench.arrivals import Arrivals
 from mooncake_v0.bench.client import Client, Prompt, complete
 from mooncake_v0.bench.serve_report import Percentiles, percentiles
 
 STREAMS = 4
 STREAM_PROMPT_TOKENS = 128
-_LONG_OUTPUT_TOKENS = 2
 
 MakePrompt = Callable[[int, int], Prompt]  # prompt tokens, output tokens → one that no cache knows
 
@@ -41,11 +41,11 @@ class Pace:
     plain: PaceSide
 
 
-async def measure_side(client: Client, make_prompt: MakePrompt, prompt_tokens: int, output_tokens: int) -> PaceSide:
+async def measure_side(client: Client, make_prompt: MakePrompt, arrivals: Arrivals, output_tokens: int) -> PaceSide:
     """Both phases on one side. Raises CouldNotCheckError if an answer fails."""
     alone = await _streams(client, make_prompt, output_tokens)
     ended = asyncio.Event()
-    arriving = asyncio.create_task(_arrivals(client, make_prompt, prompt_tokens, ended))
+    arriving = asyncio.create_task(arrivals.until(ended))
     try:
         beside = await _streams(client, make_prompt, output_tokens)
     finally:
@@ -60,12 +60,3 @@ async def _streams(client: Client, make_prompt: MakePrompt, output_tokens: int) 
     prompts = [make_prompt(STREAM_PROMPT_TOKENS, output_tokens) for _ in range(STREAMS)]
     answers = await asyncio.gather(*(client.ask(prompt) for prompt in prompts))
     return [gap_s * 1000 for answer in answers for gap_s in complete(answer, client).gaps_s]
-
-
-async def _arrivals(client: Client, make_prompt: MakePrompt, prompt_tokens: int, ended: asyncio.Event) -> int:
-    """One long prompt after the other; how many were answered while the streams ran."""
-    answered = 0
-    while not ended.is_set():
-        complete(await client.ask(make_prompt(prompt_tokens, _LONG_OUTPUT_TOKENS)), client)
-        answered += not ended.is_set()
-    return answered

@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable, Sequence
 
+from mooncake_v0.bench.arrivals import Arrivals, random_ids
 from mooncake_v0.bench.client import Answer, Client, Prompt, complete
 from mooncake_v0.bench.pace import STREAM_PROMPT_TOKENS, STREAMS, Pace, measure_side
 from mooncake_v0.bench.serve_report import SweepPoint, sweep_point
@@ -21,7 +24,6 @@ from mooncake_v0.errors import CouldNotCheckError
 
 DEFAULT_PROMPT_TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 DEFAULT_RATES = (0.5, 1.0, 2.0)
-FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 499  # in every vocabulary, and none of the special tokens at its start
 _WARM_UP_REQUESTS = 2
 
 Progress = Callable[[str, int, int], None]
@@ -124,10 +126,19 @@ class ServeBench:
         """ITL of a few streams, alone and while long prompts arrive."""
         tokens, output_tokens = self._options.pace_prompt_tokens or 0, self._options.pace_output_tokens
         sides = []
-        for side, name in zip(self._sides, ("the pair", "plain")):
-            self._step(f"streams beside prompts of {tokens} tokens at {name}")
-            await self._warm_up(tokens)
-            sides.append(await measure_side(side, self._prompt, tokens, output_tokens))
+        with tempfile.TemporaryDirectory(prefix="mooncake-v0-bench-") as folder:
+            for side, name in zip(self._sides, ("the pair", "plain")):
+                self._step(f"streams beside prompts of {tokens} tokens at {name}")
+                await self._warm_up(tokens)
+                with Arrivals.start(
+                    Path(folder),
+                    url=side.url,
+                    key=self._options.api_key,
+                    timeout_s=self._options.timeout_s,
+                    tokens=tokens,
+                    seed=self._random.getrandbits(64),
+                ) as arrivals:
+                    sides.append(await measure_side(side, self._prompt, arrivals, output_tokens))
         return Pace(tokens, STREAMS, output_tokens, *sides)
 
     def _point(
@@ -150,8 +161,7 @@ class ServeBench:
                 complete(await side.ask(prompt), side)
 
     def _prompt(self, tokens: int, output_tokens: int | None = None) -> Prompt:
-        ids = self._random.choices(range(FIRST_TOKEN_ID, LAST_TOKEN_ID + 1), k=tokens)
-        return Prompt(ids, output_tokens or self._options.output_tokens)
+        return Prompt(random_ids(self._random, tokens), output_tokens or self._options.output_tokens)
 
     def _arrivals(self, rate: float, count: int) -> list[float]:
         """Seconds from the start; the first request comes at once."""

@@ -39,7 +39,7 @@ def ls(source: str, no_probe: bool, token_file: str | None, output: str) -> None
       mooncake-v0 metadata ls mooncake.json
       mooncake-v0 metadata ls redis://10.0.0.9:6379/1 --format json
     """
-    from mooncake_v0.metadata.fast_json import dumps_indented
+    from mooncake_v0.fast_json import dumps_indented
     from mooncake_v0.metadata.liveness import UNSURE, Liveness, judge_segments
     from mooncake_v0.metadata.prune import read_segments
 

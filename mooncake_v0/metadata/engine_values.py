@@ -11,7 +11,7 @@ from typing import Any, Mapping, Optional
 
 import msgspec
 
-from mooncake_v0.metadata.fast_json import loads
+from mooncake_v0.fast_json import loads
 
 RAM_PREFIX = "mooncake/ram/"
 RPC_PREFIX = "mooncake/rpc_meta/"

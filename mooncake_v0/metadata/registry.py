@@ -21,7 +21,7 @@ from typing import Any, Optional
 import msgspec
 
 from mooncake_v0.errors import MetadataError
-from mooncake_v0.metadata.fast_json import loads
+from mooncake_v0.fast_json import loads
 from mooncake_v0.metadata.store import MetadataStore
 
 INSTANCE_PREFIX = "mooncake-v0/instances/"

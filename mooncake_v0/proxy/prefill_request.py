@@ -15,10 +15,10 @@ Three kinds of request skip prefill and go to decode alone:
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
+from mooncake_v0.fast_json import loads_to_rewrite
 from mooncake_v0.proxy import prefill_checks
 
 COMPLETIONS = "/v1/completions"
@@ -98,9 +98,10 @@ def plan_request(
 
     max_model_len: the instances' context length in tokens, 0 when it is not known.
     """
-    fields = _json_object(content_type, body)
-    if fields is None:
+    found = _json_object(content_type, body)
+    if found is None:
         return RequestPlan(None, "invalid", stream=False, prompt_tokens=0)
+    fields, dumps = found
     chat = path == CHAT
     stream = prefill_checks.as_bool(fields.get("stream")) is True
     tokens = estimate_tokens(fields, len(body))
@@ -112,12 +113,12 @@ def plan_request(
         return RequestPlan(None, "short_prompt", stream, tokens)
     question, answer_tokens = _tokenize_question(fields, chat=chat, size=len(body), limit=max_model_len)
     return RequestPlan(
-        prefill_body=prefill_copy(fields),
+        prefill_body=dumps(_prefill_copy(fields)),
         reason="",
         stream=stream,
         prompt_tokens=tokens,
-        prompt_key=prompt_key(fields),
-        tokenize_body=question,
+        prompt_key=_digest(dumps([fields.get(name) for name in PROMPT_FIELDS])),
+        tokenize_body=None if question is None else dumps(question),
         answer_tokens=answer_tokens,
         one_prompt=chat or _is_one_prompt(fields.get("prompt")),
     )
@@ -127,32 +128,33 @@ def _is_one_prompt(prompt: Any) -> bool:
     return isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int))
 
 
-def _json_object(content_type: str, body: bytes) -> dict[str, Any] | None:
-    """The body as FastAPI would read it: a JSON object under a JSON content type, or no content type at all."""
+def _json_object(content_type: str, body: bytes) -> tuple[dict[str, Any], Callable[[Any], bytes]] | None:
+    """The body as FastAPI would read it: a JSON object under a JSON content type, or no content type at all.
+
+    And what writes JSON of its parts.
+    """
     main = content_type.partition(";")[0].strip().lower()
     if main and not (main.startswith("application/") and (main == "application/json" or main.endswith("+json"))):
         return None
     try:
-        value = json.loads(body)
+        value, dumps = loads_to_rewrite(body)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return (value, dumps) if isinstance(value, dict) else None
 
 
-def prefill_copy(fields: Mapping[str, Any]) -> bytes:
-    """The body for prefill: the prompt's fields and the sampling fields as they are, one token, not streamed.
+def _prefill_copy(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What is for prefill: the prompt's fields and the sampling fields as they are, one token, not streamed.
 
     The KV of the prompt does not depend on n or best_of, and a look-up does not remove it, so one sequence is enough.
     """
     copy = {name: value for name, value in fields.items() if name not in DROPPED}
     copy["max_tokens"] = 1
-    return json.dumps(copy).encode()
+    return copy
 
 
-def prompt_key(fields: Mapping[str, Any]) -> bytes:
-    """16 bytes that are equal for requests whose prompts have the same KV."""
-    prompt = [fields.get(name) for name in PROMPT_FIELDS]
-    return hashlib.blake2b(json.dumps(prompt).encode(), digest_size=16).digest()
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def not_from_kv(fields: Mapping[str, Any], *, chat: bool) -> bool:
@@ -189,8 +191,10 @@ def estimate_tokens(fields: Mapping[str, Any], body_bytes: int) -> int:
     return body_bytes // BYTES_PER_TOKEN + 1
 
 
-def _tokenize_question(fields: Mapping[str, Any], *, chat: bool, size: int, limit: int) -> tuple[bytes | None, int]:
-    """The /tokenize body for a text prompt that may or may not fit the context; None when that is clear.
+def _tokenize_question(
+    fields: Mapping[str, Any], *, chat: bool, size: int, limit: int
+) -> tuple[dict[str, Any] | None, int]:
+    """What to ask /tokenize of a text prompt that may or may not fit the context; None when that is clear.
 
     A token of a byte-level vocabulary is at least one byte, so a text of few bytes fits for certain; and hardly any
     text has more than six bytes a token, so far below that it may be tried.
@@ -204,4 +208,4 @@ def _tokenize_question(fields: Mapping[str, Any], *, chat: bool, size: int, limi
         return None, answer
     names = ("messages", "add_generation_prompt", "continue_final_message") if chat else ("prompt",)
     question = {name: fields[name] for name in ("model", "add_special_tokens", *names) if name in fields}
-    return json.dumps(question).encode(), answer
+    return question, answer

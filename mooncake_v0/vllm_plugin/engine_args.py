@@ -20,14 +20,13 @@ from mooncake_v0.config.load import load_config
 from mooncake_v0.config.model import MAX_RANKS, MooncakeConfig
 from mooncake_v0.errors import ConfigError, CouldNotCheckError, MooncakeV0Error, UnsupportedError
 from mooncake_v0.transfer.engine import check_engine_version
-from mooncake_v0.vllm_plugin import client_gone, early_decode
+from mooncake_v0.vllm_plugin import client_gone, early_decode, tokenizing
 from mooncake_v0.vllm_plugin.engine_start import patch_engine_start
 from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig, parse_kv_transfer_config
 from mooncake_v0.vllm_plugin.output_reader import patch_output_reader
 from mooncake_v0.vllm_plugin.parallel_samples import patch_parallel_samples
 from mooncake_v0.vllm_plugin.plugin_logging import set_up_logging
-from mooncake_v0.vllm_plugin.token_lists import pass_token_lists
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ def _with_config(create_engine_config: Callable[..., Any]) -> Callable[..., Any]
         patch_output_reader()
         patch_engine_start()
         patch_parallel_samples()
-        pass_token_lists()
+        tokenizing.pass_token_lists()
         _patch_server()
         provide_airports()
         try:
@@ -128,12 +127,16 @@ def _with_config(create_engine_config: Callable[..., Any]) -> Callable[..., Any]
 
 def _patch_server() -> None:
     """What is changed in the OpenAI server: now in the server's process, never in an engine's that does not import it."""
+    server = "vllm.entrypoints.openai"
     for name, patch in (
-        ("serving_engine", early_decode.patch_serving),
-        ("serving_completion", client_gone.patch_completions),
-        ("serving_chat", client_gone.patch_chat),
+        ("starlette.requests", tokenizing.patch_requests),
+        (f"{server}.serving_engine", early_decode.patch_serving),
+        (f"{server}.serving_engine", tokenizing.patch_serving),
+        (f"{server}.serving_completion", tokenizing.patch_completions),
+        (f"{server}.serving_completion", client_gone.patch_completions),
+        (f"{server}.serving_chat", client_gone.patch_chat),
     ):
-        wrapt.register_post_import_hook(patch, f"vllm.entrypoints.openai.{name}")
+        wrapt.register_post_import_hook(patch, name)
 
 
 def _prepare(engine_args: Any, config: KVTransferConfig) -> KVTransferConfig:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable
 
-_MARK = "_mooncake_v0_wrapper"
+_MARK = "_mooncake_v0_wrappers"
 
 
 def wrap_once(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace owner.name by make(original). A method that was wrapped already stays as it is: plugins load repeatedly."""
+    """Replace owner.name by make(original). What was wrapped so already stays as it is: plugins load repeatedly."""
     original = getattr(owner, name)
-    if hasattr(original, _MARK):
+    wrappers: frozenset[str] = getattr(original, _MARK, frozenset())
+    own = f"{make.__module__}.{make.__qualname__}"
+    if own in wrappers:
         return
     wrapper = functools.wraps(original)(make(original))
-    setattr(wrapper, _MARK, True)
+    setattr(wrapper, _MARK, wrappers | {own})
     setattr(owner, name, wrapper)
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mooncake_v0.fast_json import dumps_indented, loads, loads_to_rewrite
 from mooncake_v0.metadata import engine_values
 from mooncake_v0.metadata.engine_values import RAM_PREFIX, RPC_PREFIX, fault_in
-from mooncake_v0.metadata.fast_json import dumps_indented, loads
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=[])),
@@ -52,6 +52,14 @@ def test_a_text_gives_what_json_loads_gives(text: bytes) -> None:
 @given(st.binary() | st.text('{}[]"\\:,0123456789.eE-+ntrufals \x01').map(str.encode))
 def test_what_json_loads_refuses_is_refused(text: bytes) -> None:
     assert outcome(loads, text) == outcome(json.loads, text)
+
+
+@given(VALUES)
+@example({"prompt": "\ud800", "temperature": float("nan")})
+def test_what_is_written_again_is_read_as_what_it_was(value: object) -> None:
+    read, dumps = loads_to_rewrite(json.dumps(value).encode())
+
+    assert repr(json.loads(dumps([read]))) == repr([json.loads(json.dumps(value))])
 
 
 def test_a_text_that_is_nested_too_deeply_is_no_crash() -> None:
