@@ -32,8 +32,8 @@ from mooncake_v0.transfer.agent_settings import AUTO, ENGINE, AgentSettings
 from mooncake_v0.transfer.checksums import Hasher, is_wanted
 from mooncake_v0.transfer.conversation import Conversation
 from mooncake_v0.transfer.decode_side import DecodeSide
-from mooncake_v0.transfer.engine import EngineSettings, check_descriptor, engine_takes
-from mooncake_v0.transfer.engine_thread import READY, STARTING, EngineThread, ReadResult, engine_opener
+from mooncake_v0.transfer.engine import EngineSettings, MooncakeEngine, check_descriptor, engine_takes
+from mooncake_v0.transfer.engine_thread import READY, STARTING, EngineThread, ReadResult, SecondReader, engine_opener
 from mooncake_v0.transfer.key_keeper import KeyKeeper, make_record
 from mooncake_v0.transfer.lookup_buffer import LookupBuffer
 from mooncake_v0.transfer.messages import (
@@ -91,6 +91,9 @@ class Agent:
         self._talk = Conversation(settings, self.epoch, self._peer, self._poller, self)
         self._keeper = KeyKeeper(settings.config.metadata_server, self._record())
         self._engine = EngineThread(self._engine_opener())
+        self._second_reader: SecondReader | None = None
+        if settings.second_reader_ports is not None:
+            self._second_reader = SecondReader(self._engine, self._open_second_engine)
         is_checked = is_wanted(settings.checksum, settings.config.protocol) and not pool.on_device
         self._hasher = Hasher(pool) if is_checked else None
         self._side: PrefillSide | DecodeSide
@@ -116,6 +119,7 @@ class Agent:
                 send=self._talk.send,
                 submit=self._engine.submit,
                 cancel=self._engine.cancel_queued,
+                readers=1 if self._second_reader is None else 2,
                 hasher=self._hasher,
                 may_stop_checking=settings.checksum == AUTO,
             )
@@ -177,9 +181,8 @@ class Agent:
     def _tick(self, now_s: float) -> int:
         if self._talk.listen() and self._engine.ident is None:
             self._engine.start()
-        reading_since = self._engine.reading_since
-        if reading_since is not None and now_s - reading_since > STUCK_READ_S:
-            logger.error("a read has hung for %.0f s: this agent is replaced", now_s - reading_since)
+        if now_s - self._reading_since(now_s) > STUCK_READ_S:
+            logger.error("a read has hung for more than %.0f s: this agent is replaced", STUCK_READ_S)
             return EXIT_REPLACE_ME
         if isinstance(self._side, DecodeSide) and self._side.quarantined_bytes * 2 > self._pool.nbytes:
             logger.error("timed-out reads block half of the buffer: this agent is replaced")
@@ -193,6 +196,11 @@ class Agent:
             self._report()
         self._buffer.clear_some(CLEAR_EACH_TICK_BYTES)
         return 0
+
+    def _reading_since(self, now_s: float) -> float:
+        """When the oldest read under way began; now_s if there is none."""
+        second = self._second_reader.reading_since if self._second_reader is not None else None
+        return min(self._engine.reading_since or now_s, second or now_s)
 
     def _report(self) -> None:
         """Tell the worker what has changed; its own counters it knows."""
@@ -252,6 +260,8 @@ class Agent:
                         "engine %s is ready (%s)", self.settings.ports.segment_name, self.settings.config.protocol
                     )
                     self._keeper.start()
+                    if self._second_reader is not None and self._second_reader.ident is None:
+                        self._second_reader.start()
                 else:
                     logger.warning("no transfer: engine %s", result)
 
@@ -327,6 +337,16 @@ class Agent:
             open_gateway=None if engine_takes(config.metadata_server) else self._keeper.open_gateway,
             publish_check=lambda: check_descriptor(self._keeper.fetch_descriptor(), settings),
         )
+
+    def _open_second_engine(self) -> MooncakeEngine:
+        """One that only reads. It publishes keys like every engine; nobody is to find it, so they are deleted at once."""
+        ports = self.settings.second_reader_ports
+        assert ports is not None
+        check_ports_free(ports)
+        settings = EngineSettings(ports.segment_name, self._keeper.engine_url, self.settings.config.protocol)
+        engine = MooncakeEngine(settings, self._pool.address, self._pool.host_nbytes)
+        self._keeper.unpublish(ports.segment_name)
+        return engine
 
     def _check_before_start(self) -> None:
         check_ports_free(self.settings.ports)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Callable
 
 from mooncake_v0.transfer.checksums import PART_BYTES, Cost, Hasher, Running
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 MIN_PART_BYTES = 16 << 20  # each read is a new tcp connection: few and large
 MAX_PART_BYTES = 512 << 20  # the engine allows a read 5 s and 1 ns a byte: enough for this at 1 Gbit/s
-MAX_READS = 2  # of one entry: one under way, one that follows at once; what is ready meanwhile becomes one read
+WAITING_READS = 1  # of one entry, beside one a reader; what is ready meanwhile becomes the next read
 STALLED_S = 60.0  # a transfer without progress for so long is given up
 QUERY_WAIT_S = 0.5  # for the peer's answer about a key that it did not announce
 
@@ -62,8 +62,10 @@ NOT_MAPPED = "not_mapped"
 
 @dataclass
 class Transfer:
-    """An entry on its way: how many leading bytes were asked of the engine, in how many reads, and how many are here.
+    """An entry on its way.
 
+    asked_nbytes: leading bytes that were asked of the engine; ended_nbytes: of reads that have ended, however they did
+    done_nbytes: leading bytes that are here; parts: start → bytes of what is here behind a gap
     reads: that have not ended
     running: its checksum, None without; confirmed: prefill's word on it, kept until the checksum is complete
     """
@@ -72,7 +74,9 @@ class Transfer:
     progress_at_s: float
     offer: Ready | None = None
     asked_nbytes: int = 0
+    ended_nbytes: int = 0
     done_nbytes: int = 0
+    parts: dict[int, int] = field(default_factory=dict)
     reads: int = 0
     read_s: float = 0.0
     read_ended_s: float = 0.0
@@ -90,8 +94,9 @@ class Waiter:
 
 
 class DecodeSide:
-    """submit: hands a job to the engine thread; cancel: takes back those that have not begun.
+    """submit: hands a job to the engine's threads; cancel: takes back those that have not begun.
 
+    readers: threads that read at the same time
     hasher: None without checksums; may_stop_checking: whether they end when they cost too much
     """
 
@@ -104,6 +109,7 @@ class DecodeSide:
         send: Callable[[Message], None],
         submit: Callable[[ReadJob], None],
         cancel: Callable[[], list[ReadJob]],
+        readers: int,
         hasher: Hasher | None,
         may_stop_checking: bool,
     ) -> None:
@@ -113,6 +119,7 @@ class DecodeSide:
         self._send = send
         self._submit = submit
         self._cancel = cancel
+        self._readers = readers
         self._hasher = hasher
         self._cost = Cost() if may_stop_checking else None
         self._transfers: dict[bytes, Transfer] = {}
@@ -386,13 +393,14 @@ class DecodeSide:
     def _read_on(self, transfer: Transfer, offer: Ready) -> None:
         """Ask the engine for what is ready and was not asked for."""
         nbytes = offer.ready_nbytes - transfer.asked_nbytes
-        if transfer.reads >= MAX_READS or nbytes <= 0:
+        if transfer.reads >= self._readers + WAITING_READS or nbytes <= 0:
             return
         if nbytes < MIN_PART_BYTES and offer.ready_nbytes < offer.nbytes:
             return
         while transfer.asked_nbytes < offer.ready_nbytes:
             start = transfer.asked_nbytes
-            part = min(PART_BYTES if transfer.running else MAX_PART_BYTES, offer.ready_nbytes - start)
+            is_shared = transfer.running is not None or self._readers > 1
+            part = min(PART_BYTES if is_shared else MAX_PART_BYTES, offer.ready_nbytes - start)
             transfer.asked_nbytes += part
             transfer.reads += 1
             local = self._pool.address + transfer.entry.offset + start
@@ -410,23 +418,29 @@ class DecodeSide:
             self._read_failed(transfer, result)
             self._tell_news(now_s)
             return
-        offset = result.job.local_address - self._pool.address
-        transfer.done_nbytes += result.job.nbytes
+        transfer.ended_nbytes += result.job.nbytes
         self._buffer.counters["read_bytes"] += result.job.nbytes
         self._buffer.counters["reads"] += 1
         self._buffer.counters["read_us"] += round(result.seconds * 1e6)
         if self._transfers.get(entry.key) is not transfer:  # given up meanwhile
             self._unpin_if_idle(transfer)
             return
-        is_last = transfer.done_nbytes == entry.nbytes
-        if self._hasher is not None and transfer.running is not None:
-            self._hasher.submit(transfer.running, offset, result.job.nbytes, is_last)
-        if is_last and transfer.offer is not None:
+        transfer.parts[result.job.local_address - self._pool.address - entry.offset] = result.job.nbytes
+        while transfer.done_nbytes in transfer.parts:
+            self._next_part_is_here(transfer)
+        if transfer.done_nbytes == entry.nbytes and transfer.offer is not None:
             transfer.read_ended_s = now_s
             self._send(ReadDone(entry.key, transfer.offer.generation, transfer.running is not None))
         elif transfer.offer is not None:
             self._read_on(transfer, transfer.offer)
         self._pool.add_news()  # a worker may copy on what has come
+
+    def _next_part_is_here(self, transfer: Transfer) -> None:
+        start, entry = transfer.done_nbytes, transfer.entry
+        nbytes = transfer.parts.pop(start)
+        transfer.done_nbytes += nbytes
+        if self._hasher is not None and transfer.running is not None:
+            self._hasher.submit(transfer.running, entry.offset + start, nbytes, transfer.done_nbytes == entry.nbytes)
 
     def _read_failed(self, transfer: Transfer, result: ReadResult) -> None:
         logger.warning("%s", result.error)
@@ -435,7 +449,7 @@ class DecodeSide:
             # never unpinned: the engine may still write into this region until this process ends
             self.quarantined_bytes += transfer.entry.nbytes
             self._buffer.pin(transfer.entry)
-        transfer.done_nbytes += result.job.nbytes
+        transfer.ended_nbytes += result.job.nbytes
         if self._transfers.get(transfer.entry.key) is transfer:
             if transfer.offer is not None:
                 self._send(ReadFailed(transfer.entry.key, transfer.offer.generation))
@@ -482,6 +496,8 @@ class DecodeSide:
         if self._cost is not None and self._cost.add(transfer.read_s, transfer.read_ended_s):
             logger.info("checksums end: they make entries ready later by %s", self._cost)
             self._hasher = self._cost = None
+            for other in self._transfers.values():
+                other.running = None
 
     def _give_up(self, key: bytes, reason: str) -> None:
         """End a transfer; its bytes are freed when no read of it is under way any more."""
@@ -494,13 +510,13 @@ class DecodeSide:
         self._unpin_if_idle(transfer)
 
     def _unpin_if_idle(self, transfer: Transfer) -> None:
-        if transfer.done_nbytes == transfer.asked_nbytes:
+        if transfer.ended_nbytes == transfer.asked_nbytes:
             self._buffer.unpin(transfer.entry)
 
     def _cancel_all(self) -> None:
         for job in self._cancel():
             transfer: Transfer = job.token
-            transfer.done_nbytes += job.nbytes
+            transfer.ended_nbytes += job.nbytes
             if self._transfers.get(transfer.entry.key) is not transfer:
                 self._unpin_if_idle(transfer)
         for key in list(self._transfers):

@@ -59,6 +59,7 @@ class Side:
             send=nothing,
             submit=nothing,
             cancel=lambda: [],
+            readers=1,
             hasher=None,
             may_stop_checking=False,
         )
