@@ -13,6 +13,7 @@ import aiohttp
 from mooncake_v0.errors import CouldNotCheckError
 
 _CONNECT_S = 10.0
+_KEEP_ALIVE_S = 3.0  # vLLM's server closes a connection that has been idle for 5 s, with a request on its way perhaps
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Client:
 
     async def __aenter__(self) -> Client:
         # every request at once at most; a pool limit would hide the queue from the figures
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
         self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
         try:
             await self._read_model()

@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -139,7 +140,13 @@ def ask_beside_another(pair: Pair, plain_url: str, model: str) -> list[bool]:
     bodies = fresh_bodies(model, 4, 1)
     long = {"model": model, "prompt": token_prompt(30, 5), "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
     running = threading.Thread(target=lambda: asyncio.run(stream_all(pair.proxy_url, [long])))
+    before = hits(counters(pair))
     running.start()
+    until_s = time.monotonic() + 60
+    while hits(counters(pair)) == before:  # else prefill may compute both prompts in one batch, with other rounding
+        if time.monotonic() > until_s:
+            raise RuntimeError("the other answer does not begin")
+        time.sleep(0.05)
     answers = [exact_content(ask(pair.proxy_url, body)) for body in bodies]
     if not running.is_alive():
         raise RuntimeError("the other answer ended too early")
