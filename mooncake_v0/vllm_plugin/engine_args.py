@@ -135,6 +135,7 @@ def _patch_server() -> None:
         (f"{server}.serving_completion", tokenizing.patch_completions),
         (f"{server}.serving_completion", client_gone.patch_completions),
         (f"{server}.serving_chat", client_gone.patch_chat),
+        (f"{server}.serving_tokenization", tokenizing.patch_tokenization),
     ):
         wrapt.register_post_import_hook(patch, name)
 

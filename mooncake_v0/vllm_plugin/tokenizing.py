@@ -26,7 +26,7 @@ from typing import Any, Callable, Coroutine
 from mooncake_v0.fast_json import loads
 from mooncake_v0.vllm_plugin.wrapping import wrap_once
 
-# what the thread made of a completion's prompts: the request, the future of the result
+# what the thread made of prompts: the request, the future of the result
 _tokenized: ContextVar[tuple[Any, asyncio.Future[Any]] | None] = ContextVar("mooncake_v0_tokenized", default=None)
 
 
@@ -47,6 +47,11 @@ def patch_serving(module: ModuleType) -> None:
 def patch_completions(module: ModuleType) -> None:
     """Wrap OpenAIServingCompletion.create_completion of entrypoints/openai/serving_completion.py."""
     wrap_once(module.OpenAIServingCompletion, "create_completion", _tokenizing_first)
+
+
+def patch_tokenization(module: ModuleType) -> None:
+    """Wrap OpenAIServingTokenization.create_tokenize of entrypoints/openai/serving_tokenization.py: the proxy asks it."""
+    wrap_once(module.OpenAIServingTokenization, "create_tokenize", _tokenizing_first)
 
 
 def patch_requests(module: ModuleType) -> None:
@@ -93,8 +98,8 @@ def _thread() -> ThreadPoolExecutor:
 
 
 def _tokenizing_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def create_completion(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        future = await _tokenize(self, request)
+    async def create(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        future = await _tokenize(self, request) if hasattr(request, "prompt") else None
         if future is None:
             return await original(self, request, *args, **kwargs)
         before = _tokenized.set((request, future))
@@ -103,11 +108,11 @@ def _tokenizing_first(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _tokenized.reset(before)
 
-    return create_completion
+    return create
 
 
 async def _tokenize(serving: Any, request: Any) -> asyncio.Future[Any] | None:
-    """The future of a completion's prompts, done. None: vLLM is to look at this request itself, and will refuse it."""
+    """The future of a request's prompts, done. None: vLLM is to look at this request itself, and will refuse it."""
     if await serving._check_model(request) is not None or serving.engine_client.errored:
         return None
     lora, _ = serving._maybe_get_adapters(request)
@@ -117,7 +122,7 @@ async def _tokenize(serving: Any, request: Any) -> asyncio.Future[Any] | None:
         request,
         tokenizer,
         request.prompt,
-        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        truncate_prompt_tokens=getattr(request, "truncate_prompt_tokens", None),
         add_special_tokens=request.add_special_tokens,
     )
     future = asyncio.get_running_loop().run_in_executor(_thread(), work)

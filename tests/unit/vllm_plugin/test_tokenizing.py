@@ -109,22 +109,24 @@ class EngineClient:
         raise ValueError(json.dumps(prompt["prompt_token_ids"]))
 
 
-Serving = tuple[Any, Any, Tokenizer]  # of completions, of chats
+Serving = tuple[Any, Any, Any, Tokenizer]  # of completions, of chats, of /tokenize
 
 
 @pytest.fixture
 def make_serving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Serving]:
     from vllm.config import ModelConfig
-    from vllm.entrypoints.openai import serving_chat, serving_completion, serving_engine
+    from vllm.entrypoints.openai import serving_chat, serving_completion, serving_engine, serving_tokenization
     from vllm.transformers_utils.tokenizer import get_tokenizer
 
     completion, chat = serving_completion.OpenAIServingCompletion, serving_chat.OpenAIServingChat
+    tokenization = serving_tokenization.OpenAIServingTokenization
     tiny_model = str(make_tiny_model(cache_folder() / "tiny-qwen2"))
     for owner, name in (
         (serving_engine.OpenAIServing, "_normalize_prompt_tokens_to_input"),
         (serving_engine.OpenAIServing, "_preprocess_completion"),
         (serving_engine.OpenAIServing, "_preprocess_chat"),
         (completion, "create_completion"),
+        (tokenization, "create_tokenize"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # undone after the test
     config = ModelConfig(tiny_model, "auto", tiny_model, tokenizer_mode="auto", trust_remote_code=False,
@@ -135,12 +137,14 @@ def make_serving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Serving]:
         if patched:
             tokenizing.patch_serving(serving_engine)
             tokenizing.patch_completions(serving_completion)
+            tokenizing.patch_tokenization(serving_tokenization)
         tokenizer = Tokenizer(get_tokenizer(tiny_model))
         rest = {"lora_modules": None, "prompt_adapters": None, "request_logger": request_logger}
         client = EngineClient(tokenizer)
         return (
             completion(client, config, paths, **rest),
             chat(client, config, paths, "assistant", chat_template=None, **rest),
+            tokenization(client, config, paths, lora_modules=None, request_logger=request_logger, chat_template=None),
             tokenizer,
         )
 
@@ -149,14 +153,19 @@ def make_serving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Serving]:
 
 async def answer(serving: Serving, body: dict[str, Any]) -> str:
     """The server's words: the token ids that the engine would have got, or vLLM's refusal."""
-    from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+    from vllm.entrypoints.openai import protocol
 
-    completion, chat, _ = serving
+    completion, chat, tokenization, _ = serving
     raw = types.SimpleNamespace(headers={}, state=types.SimpleNamespace())
+    if "only tokenize" in body:
+        of_chat = "messages" in body["only tokenize"]
+        kind = protocol.TokenizeChatRequest if of_chat else protocol.TokenizeCompletionRequest
+        result = await tokenization.create_tokenize(kind(model="tiny", **body["only tokenize"]))
+        return str(getattr(result, "tokens", result))
     if "messages" in body:
-        result = await chat.create_chat_completion(ChatCompletionRequest(model="tiny", **body), raw)
+        result = await chat.create_chat_completion(protocol.ChatCompletionRequest(model="tiny", **body), raw)
     else:
-        result = await completion.create_completion(CompletionRequest(model="tiny", **body), raw)
+        result = await completion.create_completion(protocol.CompletionRequest(model="tiny", **body), raw)
     return str(result.message)
 
 
@@ -167,6 +176,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "truncated": {"prompt": "one two three four", "truncate_prompt_tokens": 2},
     "chat": {"messages": [{"role": "user", "content": "one two three"}]},
     "chat of parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "one two"}]}]},
+    "tokenize": {"only tokenize": {"prompt": "one two"}},
+    "tokenize too much": {"only tokenize": {"prompt": "one " * 3000}},
+    "tokenize a chat": {"only tokenize": {"messages": [{"role": "user", "content": "one two"}]}},
     "too long": {"prompt": "one " * 3000},
     "too long ids": {"prompt": [5] * 3000},
     "too long chat": {"messages": [{"role": "user", "content": "one " * 3000}]},
@@ -191,11 +203,11 @@ async def _answer_or_error(serving: Serving, body: dict[str, Any]) -> str:
 
 
 @pytest.mark.pin
-@pytest.mark.parametrize("name", ["text", "chat", "two texts"])
+@pytest.mark.parametrize("name", ["text", "chat", "two texts", "tokenize", "tokenize a chat"])
 async def test_other_answers_go_on_meanwhile(make_serving: Callable[..., Serving], name: str) -> None:
     serving = make_serving()
     plain = await answer(serving, BODIES[name])
-    goes_on = serving[2].loop_goes_on = threading.Event()
+    goes_on = serving[3].loop_goes_on = threading.Event()
 
     asking = asyncio.create_task(answer(serving, BODIES[name]))
     await asyncio.sleep(0.05)
@@ -212,8 +224,8 @@ async def test_text_of_token_ids_is_made_only_for_who_reads_it(make_serving: Cal
     silent, logging = make_serving(), make_serving(request_logger=RequestLogger(max_log_len=None))
     for serving in (silent, logging):
         assert await answer(serving, BODIES["token ids"]) == "[5, 6, 7]"
-    assert (silent[2].decoded, logging[2].decoded) == ([], [3])
+    assert (silent[3].decoded, logging[3].decoded) == ([], [3])
 
     await answer(silent, {**BODIES["token ids"], "echo": True})
 
-    assert silent[2].decoded == [3]
+    assert silent[3].decoded == [3]
