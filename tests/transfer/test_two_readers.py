@@ -25,7 +25,7 @@ from mooncake_v0.transfer.agent_settings import (
     TWO,
     AgentSettings,
 )
-from mooncake_v0.transfer.checksums import PART_BYTES, Hasher
+from mooncake_v0.transfer.checksums import PART_BYTES, Cost, Hasher
 from mooncake_v0.transfer.decode_side import DecodeSide
 from mooncake_v0.transfer.engine_thread import EngineThread, ReadJob, ReadResult, SecondReader
 from mooncake_v0.transfer.key_keeper import ENGINE_PREFIXES
@@ -147,19 +147,23 @@ def test_both_read_at_the_same_time_and_both_end() -> None:
     assert not first.is_alive() and not second.is_alive()
 
 
+def decode_side(pool: Pool, hasher: Hasher, jobs: list[ReadJob], buffer: LookupBuffer, **options: Any) -> DecodeSide:
+    """Without sockets and engine; jobs: what it would read."""
+    return DecodeSide(
+        buffer, Peer(up=True), pool, send=lambda message: None, submit=jobs.append, cancel=lambda: [], hasher=hasher,
+        **{"readers": 2, "may_stop_checking": False, **options},
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
 def test_only_what_has_no_gap_before_it_is_here(order: Sequence[int]) -> None:
     pool = Pool.create(POOL_BYTES)
     pool.map[:NBYTES] = data = random.Random(1).randbytes(MIB) * (NBYTES // MIB) + bytes(NBYTES % MIB)
-    sent: list[Message] = []
     jobs: list[ReadJob] = []
     hasher = Hasher(pool)
     hasher.start()
     buffer = LookupBuffer(pool.nbytes, ttl_s=1e9)
-    side = DecodeSide(
-        buffer, Peer(up=True), pool, send=sent.append, submit=jobs.append, cancel=lambda: [], readers=2, hasher=hasher,
-        may_stop_checking=False,
-    )  # fmt: skip
+    side = decode_side(pool, hasher, jobs, buffer)
     side.on_peer(Announce(key(1), NBYTES))
     side.on_peer(Ready(key(1), 1, 0, NBYTES, NBYTES))
     assert [job.nbytes for job in jobs] == [PART_BYTES] * 3 + [17]
@@ -182,4 +186,25 @@ def test_only_what_has_no_gap_before_it_is_here(order: Sequence[int]) -> None:
     side.on_worker(Select(2, [key(1)], 0.0), answers.append)
     (selected,) = answers
     assert isinstance(selected, Selected) and selected.nbytes == [NBYTES] and buffer.counters["corrupt"] == 0
+    pool.close()
+
+
+def test_entries_under_way_when_checksums_end_are_used_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cost, "add", lambda *args: True)
+    pool = Pool.create(POOL_BYTES)
+    jobs: list[ReadJob] = []
+    hasher = Hasher(pool)
+    hasher.start()
+    side = decode_side(pool, hasher, jobs, LookupBuffer(pool.nbytes, ttl_s=1e9), may_stop_checking=True)
+    for number in (1, 2):
+        side.on_peer(Announce(key(number), MIB))
+        side.on_peer(Ready(key(number), number, 0, MIB, MIB))
+
+    def end(number: int) -> None:
+        side.on_read(ReadResult(jobs[number - 1], 0.01, None))
+        side.on_peer(Confirmed(key(number), number, True, xxhash.xxh3_64_intdigest(bytes(MIB))))
+        wait_until(lambda: [side.on_hashed(one) for one in hasher.take_complete()] or side.in_flight == 2 - number)
+
+    end(1)  # from now on there are no checksums
+    end(2)
     pool.close()
