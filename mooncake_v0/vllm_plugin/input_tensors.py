@@ -2,13 +2,15 @@
 
 vLLM makes the tensors of a step's token ids, positions and slots with torch.tensor from lists of numbers (vllm
 0.6.4.post1, utils.py:815), which looks at each number some 120 ns long; numpy takes a quarter of that. On decode, whose
-step for a prompt computes nothing, this is much of what running answers wait for. Called only where a KV transfer is
-configured.
+step for a prompt computes nothing, this is much of what running answers wait for. And when a request is added, it makes an
+array of the prompt's token ids, and of that twice as many new numbers, for a tuple and for a list (sequence.py:219), which
+takes twice as long as to use those that came. Called only where a KV transfer is configured.
 """
 
 from __future__ import annotations
 
 import sys
+from array import array
 from typing import Any, Callable
 
 import numpy as np
@@ -25,6 +27,28 @@ def make_long_tensors_with_numpy() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and hasattr(module, _NAME):
             wrap_once(module, _NAME, _with_numpy)
+
+
+def make_sequence_data_of_the_same_numbers() -> None:
+    """Wrap SequenceData.from_seqs, which is only called on the class; safe to call again."""
+    from vllm.sequence import SequenceData
+
+    wrap_once(SequenceData, "from_seqs", _with_the_same_numbers)
+
+
+def _with_the_same_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_seqs(prompt_token_ids: Any, output_token_ids: Any = None) -> Any:
+        ids = prompt_token_ids
+        is_long = type(ids) is list and len(ids) >= _FEW and type(ids[0]) is type(ids[-1]) is int
+        if not is_long or output_token_ids is not None:
+            return original(prompt_token_ids, output_token_ids)
+        data = original([])
+        data._prompt_token_ids = array("l", ids)
+        data._prompt_token_ids_tuple = tuple(ids)
+        data._cached_all_token_ids = ids.copy()
+        return data
+
+    return from_seqs
 
 
 def _with_numpy(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -114,14 +114,14 @@ class ParkingLot:
     def _held_back(self) -> dict[str, Any]:
         """Requests not to be scheduled now, in the order of the queue."""
         groups = {group.request_id: group for group in self._scheduler.waiting}
-        self._watched = {name: self._watched.get(name) or self._watch(group) for name, group in groups.items()}
+        self._watched = {name: self._watched_or_new(name, group) for name, group in groups.items()}
         open_ones = {name: watched for name, watched in self._watched.items() if watched and not watched.settled}
         if open_ones:
             busy = len(open_ones) < len(groups) or self._scheduler.running or self._scheduler.swapped
             self._update(open_ones, 0.0 if busy else self._idle_wait_s)
             if self._ahead is not None:
                 self._fill(self._ahead, open_ones, 0.0 if busy else self._idle_wait_s)
-        return {name: groups[name] for name, watched in open_ones.items() if not watched.settled}
+        return {name: groups[name] for name, watched in self._watched.items() if watched is None or not watched.settled}
 
     # --- filling ahead ------------------------------------------------------------------------------------------------
 
@@ -169,6 +169,15 @@ class ParkingLot:
                     self._ahead.give_up(name)
 
     # --- what the agent knows -----------------------------------------------------------------------------------------
+
+    def _watched_or_new(self, name: str, group: Any) -> Watched | None:
+        """None: a leg that came with prefill's, just now. To add it has made this step long, and its key can wait."""
+        watched = self._watched.get(name)
+        if watched is not None:
+            return watched
+        if self._scheduler.running and name not in self._watched and handoff_of(group) is not None:
+            return None
+        return self._watch(group)
 
     def _watch(self, group: Any) -> Watched:
         found = self._key_of(group)

@@ -36,7 +36,7 @@ from mooncake_v0.vllm_plugin.environment import choice, seconds
 from mooncake_v0.vllm_plugin.fill_ahead import FillAhead, JoinedRows, can_join, count_first_steps
 from mooncake_v0.vllm_plugin.fingerprint import adapter_identity, model_fingerprint
 from mooncake_v0.vllm_plugin.guided_decoding import provide_airports
-from mooncake_v0.vllm_plugin.input_tensors import make_long_tensors_with_numpy
+from mooncake_v0.vllm_plugin.input_tensors import make_long_tensors_with_numpy, make_sequence_data_of_the_same_numbers
 from mooncake_v0.vllm_plugin.kv_transfer_config import KVTransferConfig
 from mooncake_v0.vllm_plugin.metrics import WorkerMetrics
 from mooncake_v0.vllm_plugin.parking import IDLE_WAIT_S, SERVER_WAIT_S, ParkingLot
@@ -117,6 +117,7 @@ class WorkerTransfer:
         worker, runner = self.worker, self.worker.model_runner
         worker.mooncake_v0 = self
         make_long_tensors_with_numpy()
+        make_sequence_data_of_the_same_numbers()
         wrap_once(worker, "load_model", call_after(self._hook_model))
         wrap_once(worker, "initialize_cache", call_after(self._start))
         runner.prepare_model_input = self._planning(runner.prepare_model_input)

@@ -132,9 +132,9 @@ def agents(make_agents: MakeAgents) -> Agents:
     return made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_agents(metadata_url: str) -> Iterator[Agents]:
-    """A connected pair for tests that leave it as it was."""
+    """A connected pair for a module's tests. They may leave entries in its buffer, and some do for good."""
     base = find_free_range(150)
     config = MooncakeConfig(Endpoint("127.0.0.1", base), Endpoint("127.0.0.1", base + 100), metadata_url, "tcp")
     clients = [

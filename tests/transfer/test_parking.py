@@ -266,6 +266,21 @@ def test_early_request_computes_when_what_was_announced_is_not_here_soon_after_t
     legs.agents.prefill.commit([key(legs.number)], [MIB])  # for the tests that share these agents
 
 
+def test_early_request_costs_the_step_in_which_it_was_added_nothing_more(legs: Legs) -> None:
+    legs.decode.running.append(Group("running", 0))
+    legs.send()
+    before = legs.agents.decode._calls
+
+    assert schedule(legs.decode) == []
+    assert legs.agents.decode._calls == before
+
+    assert schedule(legs.decode) == []
+    assert legs.agents.decode._calls == before + 1
+    legs.hold_for(0.3)
+    legs.agents.prefill.end([legs.handoff.id])
+    legs.let_through()
+
+
 def test_early_request_computes_when_its_prefill_ends_without_an_entry(legs: Legs) -> None:
     leg = legs.send()
     legs.hold_for(0.5)
