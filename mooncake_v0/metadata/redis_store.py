@@ -173,7 +173,7 @@ def _check_path(address: StoreURL) -> tuple[str, int]:
         service, _, db = address.path.partition("/")
         if not service:
             raise MetadataError(f"{address} names no service", fix="write redis+sentinel://HOST:26379/SERVICE[/DB]")
-    if db and (not db.isdigit() or address.family == "redis+cluster"):
+    if db and (not (db.isascii() and db.isdecimal() and len(db) <= 9) or address.family == "redis+cluster"):
         raise MetadataError(
             f"{address} has database {db!r}", fix="a redis database is a number, usually 0..15; a cluster has only one"
         )

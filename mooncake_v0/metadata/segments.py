@@ -90,7 +90,8 @@ class Segment:
     @property
     def _from_name(self) -> tuple[str | None, int | None]:
         host, separator, port = self.name.rpartition(":")
-        return (host, int(port)) if separator and port.isdigit() and _is_port(int(port)) else (None, None)
+        is_number = port.isascii() and port.isdecimal() and len(port) <= 5  # int() refuses "²", and thousands of digits
+        return (host, int(port)) if separator and is_number and _is_port(int(port)) else (None, None)
 
 
 def group_segments(entries: Iterable[Entry]) -> list[Segment]:

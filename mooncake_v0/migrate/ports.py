@@ -41,7 +41,7 @@ def bootstrap_ports(deployment: Deployment, target: str) -> dict[str, int]:
     """
     taken: dict[str, set[int]] = {}
     for instance in deployment.instances():
-        if instance.port.isdigit():
+        if is_port(instance.port):
             taken.setdefault(instance.host, set()).add(int(instance.port))
     ports: dict[str, int] = {}
     for pair in deployment.pairs:
@@ -67,7 +67,11 @@ def ranks(instance: Instance) -> int:
 
 def _wanted(instance: Instance) -> int | None:
     text = instance.variable("VLLM_MOONCAKE_BOOTSTRAP_PORT") or ""
-    return int(text) if text.isdigit() and 0 < int(text) < 65536 else None
+    return int(text) if is_port(text) else None
+
+
+def is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) < 65536
 
 
 def plan(instances: Sequence[V1Instance], deployment: Deployment, target: str) -> list[PortRow]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mooncake_v0.metadata.segments import group_segments, segment_name
@@ -60,6 +60,8 @@ def test_a_value_that_cannot_be_read_is_marked_and_not_fatal(value: bytes) -> No
 
 
 @given(st.sampled_from(["ram", "rpc_meta"]), st.text(min_size=1), st.binary())
+@example("ram", ":²", b"")
+@example("ram", "host:" + "1" * 5000, b"")
 def test_no_bytes_under_a_key_raise(kind: str, name: str, value: bytes) -> None:
     for found in group_segments(
         [Entry(f"mooncake/{kind}/{name}", value), Entry(f"mooncake-v0/instances/{name}", value)]
