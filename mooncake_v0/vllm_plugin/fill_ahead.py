@@ -6,6 +6,7 @@ So while others run, a request that `ParkingLot` holds back gets its blocks alre
 steps (`kv.filling`), and then the request joins them as one that has computed all but its prompt's last token. In its first
 step its row of the batch computes that token once more. The result is not used: the row's logits are made of the hidden row
 that came with the entry, alone as they would be in a step of its own, and what it would write into the cache goes nowhere.
+So it need not look at its prompt either, as far as it is told to: 16,384 tokens cost everybody in the batch 2 ms there.
 So the answer is the same to the last bit as with a step of its own.
 
 Needs the scheduler and the only worker in one process, and none of what vLLM decides in a prompt's step (`can_join`). What
@@ -251,7 +252,7 @@ class JoinedRows:
             delattr(found[0], _FIRST_STEP)
 
     def place(self, seq_groups: Sequence[Any], model_input: Any) -> None:
-        """In a step without prompts: find the rows, and let them write nothing into the cache."""
+        """In a step without prompts: find the rows; let them write nothing into the cache, and look at one token of it."""
         self._rows = []
         if not self._hidden or not seq_groups or seq_groups[0].is_prompt:
             return
@@ -259,7 +260,9 @@ class JoinedRows:
         for row, seq_id in enumerate(sequences):
             found = self._hidden.pop(seq_id, None)
             if found is not None:
-                model_input.attn_metadata.slot_mapping[row] = _PAD_SLOT_ID
+                metadata = model_input.attn_metadata
+                metadata.slot_mapping[row] = _PAD_SLOT_ID
+                metadata.seq_lens_tensor[row] = 1
                 self._rows.append((row, found[1]))
 
     def _with_rows(self, get_logits: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import random
 import time
 from array import array
 from types import SimpleNamespace
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 
@@ -169,7 +169,9 @@ class Side:
         model_input = builder.build()
         plan = self.transfer._planning(lambda seq_groups: model_input)
         plan(groups)
-        slots = model_input.attn_metadata.slot_mapping.tolist()
+        metadata = model_input.attn_metadata
+        slots, seq_lens = metadata.slot_mapping.tolist(), metadata.seq_lens_tensor.tolist()
+        assert seq_lens == [data.seq_lens[0] if slot >= 0 else 1 for data, slot in _with_last_slots(builder, slots)]
         hidden = self.transfer._forward(lambda: self._compute(groups, builder, slots))()
         self._advance(groups, builder, self.runner.model.logits_processor._get_logits(hidden))
         return hidden  # type: ignore[no-any-return]
@@ -238,6 +240,14 @@ class Side:
                 slot = self.slots(layer, table[position // BLOCK_SIZE])[:, position % BLOCK_SIZE]
                 wanted = value_of(adapter, tokens[: position + 1], layer)
                 assert (slot == wanted).all(), f"{group.request_id}: layer {layer}, token {position}"
+
+
+def _with_last_slots(builder: Any, slots: Sequence[int]) -> Iterator[tuple[Any, int]]:
+    """Each sequence's part of the input, and where its last token is written."""
+    row = 0
+    for data in builder.inter_data_list:
+        row += data.query_lens[0]
+        yield data, slots[row - 1]
 
 
 def adapter_name(group: Any) -> str:
