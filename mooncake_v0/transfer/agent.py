@@ -55,6 +55,7 @@ from mooncake_v0.transfer.peer_pool import PeerPoolMapping
 from mooncake_v0.transfer.pool import Pool
 from mooncake_v0.transfer.prefill_side import PrefillSide
 from mooncake_v0.transfer.same_host import PoolOffer
+from mooncake_v0.transfer.send_queue import limit_unsent
 from mooncake_v0.transfer.worker_checks import MAX_COUNTERS, decode_checked
 
 logger = logging.getLogger("mooncake_v0.agent")
@@ -333,9 +334,9 @@ class Agent:
             settings,
             self._pool.address,
             self._pool.host_nbytes,
-            check=self._check_before_start,
+            before=self._check_before_start,
             open_gateway=None if engine_takes(config.metadata_server) else self._keeper.open_gateway,
-            publish_check=lambda: check_descriptor(self._keeper.fetch_descriptor(), settings),
+            after=lambda: self._check_after_start(settings),
         )
 
     def _open_second_engine(self) -> MooncakeEngine:
@@ -351,6 +352,11 @@ class Agent:
     def _check_before_start(self) -> None:
         check_ports_free(self.settings.ports)
         self._keeper.check_name_free()
+
+    def _check_after_start(self, settings: EngineSettings) -> None:
+        check_descriptor(self._keeper.fetch_descriptor(), settings)
+        if settings.protocol == "tcp":
+            limit_unsent((self.settings.ports.data,))
 
     def _close(self) -> None:
         self._keeper.stop()

@@ -174,24 +174,24 @@ def engine_opener(
     region_address: int,
     region_nbytes: int,
     *,
-    check: Callable[[], None],
+    before: Callable[[], None],
     open_gateway: Callable[[], str] | None,
-    publish_check: Callable[[], None],
+    after: Callable[[], None],
 ) -> Callable[[], Engine]:
     """A function that starts the engine, through a private gateway where the engine cannot take the URL itself.
 
-    check runs before (address free?), publish_check after (did it publish what was configured?).
+    before: address free? after: did it publish what was configured? Whatever they raise, the engine has not started.
     """
     gateway_url: list[str] = []
 
     def open_engine() -> Engine:
-        check()
+        before()
         if open_gateway is not None and not gateway_url:
             gateway_url.append(open_gateway())
         url = gateway_url[0] if gateway_url else settings.metadata_url
         engine = MooncakeEngine(replace(settings, metadata_url=url), region_address, region_nbytes)
         try:
-            publish_check()
+            after()
         except MooncakeV0Error:
             engine.close()
             raise
