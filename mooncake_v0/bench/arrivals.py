@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Iterator
 
@@ -27,22 +28,31 @@ def random_ids(source: random.Random, tokens: int) -> list[int]:
 
 
 class Arrivals:
-    """One prompt after the other; made by `start`."""
+    """One prompt after the other, at least every_s apart; made by `start`. The same seed makes the same prompts."""
 
-    def __init__(self, child: Child, timeout_s: float) -> None:
+    def __init__(self, child: Child, timeout_s: float, every_s: float) -> None:
         self._child = child
         self._timeout_s = timeout_s
+        self._every_s = every_s
 
     @classmethod
     @contextlib.contextmanager
     def start(
-        cls, folder: Path, *, url: str, key: str | None, timeout_s: float, tokens: int, seed: int
+        cls,
+        folder: Path,
+        *,
+        url: str,
+        key: str | None,
+        timeout_s: float,
+        tokens: int,
+        seed: int,
+        every_s: float = 0.0,
     ) -> Iterator[Arrivals]:
         """tokens: of each prompt; folder: gets the child's log. Raises CouldNotCheckError."""
         child = Child("arrivals", [sys.executable, "-m", __name__], folder / "arrivals.log", {})
         try:
             child.ask("open", _START_S, url=url, key=key, limit_s=timeout_s, tokens=tokens, seed=seed)
-            yield cls(child, timeout_s)
+            yield cls(child, timeout_s, every_s)
         finally:
             child.kill()
 
@@ -50,9 +60,16 @@ class Arrivals:
         """How many prompts were answered before. Raises CouldNotCheckError if one fails."""
         answered = 0
         while not ended.is_set():
-            await asyncio.to_thread(self._child.ask, "send", self._timeout_s + _REST_S)
+            next_s = time.monotonic() + self._every_s
+            await asyncio.to_thread(self.send)
             answered += not ended.is_set()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(ended.wait(), max(0.0, next_s - time.monotonic()))
         return answered
+
+    def send(self) -> None:
+        """The next prompt; returns with its answer. Raises CouldNotCheckError if it fails."""
+        self._child.ask("send", self._timeout_s + _REST_S)
 
 
 class Sender:
