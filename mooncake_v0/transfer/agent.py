@@ -55,7 +55,7 @@ from mooncake_v0.transfer.peer_pool import PeerPoolMapping
 from mooncake_v0.transfer.pool import Pool
 from mooncake_v0.transfer.prefill_side import PrefillSide
 from mooncake_v0.transfer.same_host import PoolOffer
-from mooncake_v0.transfer.send_queue import limit_unsent
+from mooncake_v0.transfer.send_queue import is_worth_it, limit_unsent
 from mooncake_v0.transfer.worker_checks import MAX_COUNTERS, decode_checked
 
 logger = logging.getLogger("mooncake_v0.agent")
@@ -355,7 +355,7 @@ class Agent:
 
     def _check_after_start(self, settings: EngineSettings) -> None:
         check_descriptor(self._keeper.fetch_descriptor(), settings)
-        if settings.protocol == "tcp":
+        if is_worth_it(settings.protocol):
             limit_unsent((self.settings.ports.data,))
 
     def _close(self) -> None:

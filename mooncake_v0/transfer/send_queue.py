@@ -1,9 +1,10 @@
-"""Keeps short what the engine has written to a connection and the kernel has not sent yet.
+"""On two cores, keeps short what the engine has written to a connection and the kernel has not sent yet.
 
 The engine writes 64 KiB at a time, as long as the kernel takes them (mooncake-transfer-engine 0.3.3.post2,
-tcp_transport.cpp). On a fast path that is megabytes that leave the processor's cache before the reader copies them. With no
-more than one such piece unsent a read over loopback takes 0.75 to 0.8 of the time (18 to 144 MiB, medians of 25 reads in
-turn, 2 cores). How much may be under way on a long path stays the kernel's decision, other than with a small send buffer.
+tcp_transport.cpp). On two cores, one of which the reader's waiting thread burns, whoever writes and whoever reads on loopback
+take turns on the other, and megabytes leave its cache meanwhile. With no more than one such piece unsent a read takes 0.75
+to 0.85 of the time (18 to 144 MiB, medians of 25 reads in turn). On 16 cores, where both work at once, it took 1.02 to 1.1
+of the time. How much may be under way on a long path stays the kernel's decision, other than with a small send buffer.
 
 The option belongs to a socket, and a connection has it from the socket that accepted it (tcp(7), TCP_NOTSENT_LOWAT).
 """
@@ -16,6 +17,11 @@ import stat
 from typing import Container
 
 UNSENT_BYTES = 64 << 10
+MAX_CPUS = 2
+
+
+def is_worth_it(protocol: str) -> bool:
+    return protocol == "tcp" and len(os.sched_getaffinity(0)) <= MAX_CPUS
 
 
 def limit_unsent(ports: Container[int]) -> int:

@@ -7,8 +7,10 @@ import os
 import socket
 from typing import Iterator
 
-from mooncake_v0.transfer.send_queue import UNSENT_BYTES, limit_unsent
-from tests.transfer.conftest import Agents, agent_pid, listening_addresses, open_descriptors
+import pytest
+
+from mooncake_v0.transfer.send_queue import MAX_CPUS, UNSENT_BYTES, is_worth_it, limit_unsent
+from tests.transfer.conftest import MakeAgents, agent_pid, listening_addresses, open_descriptors
 
 _PIDFD_GETFD = 438  # the same on every architecture; not in Python's os before 3.15
 
@@ -53,8 +55,33 @@ def test_a_port_on_which_nothing_listens_is_not_found() -> None:
         assert limit_unsent((bound.getsockname()[1],)) == 0
 
 
-def test_an_agents_engine_has_it_on_the_port_that_serves_reads(shared_agents: Agents) -> None:
-    pid, ports = agent_pid(shared_agents.prefill), shared_agents.prefill.settings.ports
+def limited_ports(pid: int) -> list[int]:
     limits = {one.getsockname()[1]: unsent_limit(one) for one in sockets_of(pid)}
     assert limits.keys() == {port for _, port in listening_addresses(pid)}
-    assert [port for port, limit in limits.items() if limit == UNSENT_BYTES] == [ports.data]
+    return [port for port, limit in limits.items() if limit == UNSENT_BYTES]
+
+
+@pytest.fixture
+def two_cpus() -> Iterator[None]:
+    """What is started meanwhile has no more than two."""
+    every = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(every)[:MAX_CPUS])
+    yield
+    os.sched_setaffinity(0, every)
+
+
+def test_an_agents_engine_has_it_on_the_port_that_serves_reads(two_cpus: None, make_agents: MakeAgents) -> None:
+    agents = make_agents()
+    agents.wait_connected()
+    for client in (agents.prefill, agents.decode):
+        assert limited_ports(agent_pid(client)) == [client.settings.ports.data]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "protocol", "wanted"), [(1, "tcp", True), (2, "tcp", True), (3, "tcp", False), (2, "rdma", False)]
+)
+def test_only_where_writer_and_reader_take_turns(
+    cpus: int, protocol: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cpus)))
+    assert is_worth_it(protocol) == wanted
