@@ -6,7 +6,7 @@ So while others run, a request that `ParkingLot` holds back gets its blocks alre
 steps (`kv.filling`), and then the request joins them as one that has computed all but its prompt's last token. In its first
 step its row of the batch computes that token once more. The result is not used: the row's logits are made of the hidden row
 that came with the entry, alone as they would be in a step of its own, and what it would write into the cache goes nowhere.
-So it need not look at its prompt either, as far as it is told to: 16,384 tokens cost everybody in the batch 2 ms there.
+So that row is told that there is nothing before its token: its attention to 16,384 tokens cost the whole batch 2 ms.
 So the answer is the same to the last bit as with a step of its own.
 
 Needs the scheduler and the only worker in one process, and none of what vLLM decides in a prompt's step (`can_join`). What

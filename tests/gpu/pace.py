@@ -16,7 +16,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import ContextManager, Sequence
+from typing import ContextManager
 
 from mooncake_v0.bench.arrivals import Arrivals, random_ids
 from mooncake_v0.bench.client import Client, Prompt
@@ -31,40 +31,31 @@ SEED = 1
 _TIMEOUT_S = 60.0
 
 
-def run(
-    model: Path,
-    folder: Path,
-    transport: str,
-    *,
-    vllm_args: Sequence[str] = VLLM_ARGS,
-    tokens: int = PROMPT_TOKENS,
-    buffers: tuple[float, float] = (PREFILL_BYTES, DECODE_BYTES),
-    environment: dict[str, str] | None = None,
-) -> bool:
+def run(model: Path, folder: Path, transport: str) -> bool:
     """Whether decode took every prompt from prefill."""
-    environment = {"MOONCAKE_V0_TRANSPORT": transport, "MOONCAKE_V0_TTL_S": "3600", **(environment or {})}
-    args = ["--disable-log-requests", *vllm_args]
+    environment = {"MOONCAKE_V0_TRANSPORT": transport, "MOONCAKE_V0_TTL_S": "3600"}
+    args = ["--disable-log-requests", *VLLM_ARGS]
     pair = Pair(PairOptions(str(model), folder, vllm_args=args, environment=environment))
     try:
         pair.wait_ready(pair.start_metadata())
         instances = []
-        for role, nbytes in zip(("prefill", "decode"), buffers):
+        for role, nbytes in (("prefill", PREFILL_BYTES), ("decode", DECODE_BYTES)):
             pair.options.kv_buffer_size = nbytes
             instances.append(pair.start_instance(role))
         for instance in instances:
             pair.wait_ready(instance)
         pair.wait_ready(pair.start_proxy())
         pair.wait_connected()
-        every_s = _fill(pair, folder, tokens)
+        every_s = _fill(pair, folder)
         before = counters(pair)
-        side = asyncio.run(_measure(pair, folder, tokens, every_s))
+        side = asyncio.run(_measure(pair, folder, every_s))
         after = counters(pair)
     finally:
         pair.stop_all()
     missed = misses(after) - misses(before)
     result = {
         "transport": transport,
-        "arriving_tokens": tokens,
+        "arriving_tokens": PROMPT_TOKENS,
         "every_ms": round(every_s * 1000),
         **asdict(side),
         "hits": hits(after) - hits(before),
@@ -75,9 +66,9 @@ def run(
     return not missed and side.prompts > 0
 
 
-def _fill(pair: Pair, folder: Path, tokens: int) -> float:
+def _fill(pair: Pair, folder: Path) -> float:
     """Let prefill compute the prompts; seconds for each. The first is not counted."""
-    with _arrivals(folder, pair.api_url("prefill"), tokens) as arrivals:
+    with _arrivals(folder, pair.api_url("prefill")) as arrivals:
         arrivals.send()
         started_s = time.monotonic()
         for _ in range(PROMPTS - 1):
@@ -85,9 +76,9 @@ def _fill(pair: Pair, folder: Path, tokens: int) -> float:
         return (time.monotonic() - started_s) / (PROMPTS - 1)
 
 
-async def _measure(pair: Pair, folder: Path, tokens: int, every_s: float) -> PaceSide:
+async def _measure(pair: Pair, folder: Path, every_s: float) -> PaceSide:
     """The answers go through the proxy; the prompts to decode itself."""
-    with _arrivals(folder, pair.api_url("decode"), tokens, every_s) as arrivals:
+    with _arrivals(folder, pair.api_url("decode"), every_s) as arrivals:
         async with Client(pair.proxy_url, timeout_s=_TIMEOUT_S) as client:
             source = random.Random(SEED + 1)
             return await measure_side(
@@ -95,8 +86,10 @@ async def _measure(pair: Pair, folder: Path, tokens: int, every_s: float) -> Pac
             )
 
 
-def _arrivals(folder: Path, url: str, tokens: int, every_s: float = 0.0) -> ContextManager[Arrivals]:
-    return Arrivals.start(folder, url=url, key=None, timeout_s=_TIMEOUT_S, tokens=tokens, seed=SEED, every_s=every_s)
+def _arrivals(folder: Path, url: str, every_s: float = 0.0) -> ContextManager[Arrivals]:
+    return Arrivals.start(
+        folder, url=url, key=None, timeout_s=_TIMEOUT_S, tokens=PROMPT_TOKENS, seed=SEED, every_s=every_s
+    )
 
 
 def main() -> None:
