@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
 import click
 
+from mooncake_v0.digits import number
 from mooncake_v0.errors import ERROR, WARNING, CouldNotCheckError
 
 if TYPE_CHECKING:
@@ -175,8 +176,7 @@ def _buffer_bytes(settings: Settings, text: str, prompt_tokens: int | None, conc
     from mooncake_v0.config.size_advice import advise
 
     kv = read_model_size(settings.model, dtype=flag_value(settings.vllm_args, "--dtype"))
-    longest = flag_value(settings.vllm_args, "--max-model-len")
-    tokens = prompt_tokens or (int(longest) if longest and longest.isdecimal() else kv.max_position_tokens)
+    tokens = prompt_tokens or number(flag_value(settings.vllm_args, "--max-model-len")) or kv.max_position_tokens
     if not tokens:
         raise click.UsageError(
             "--kv-buffer-size auto needs --prompt-tokens: the model does not say how long prompts are"

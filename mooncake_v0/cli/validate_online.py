@@ -19,6 +19,7 @@ from mooncake_v0.config.online import ask_api, busy_ports, is_local, reach, reso
 from mooncake_v0.config.online_rules import ONLINE_RULES, HostFacts
 from mooncake_v0.config.port_table import peer_ports
 from mooncake_v0.config.rules.registry import where
+from mooncake_v0.digits import number
 from mooncake_v0.errors import INFO, Diagnostic, MooncakeV0Error
 
 if TYPE_CHECKING:
@@ -136,5 +137,5 @@ def _with_rdma(facts: HostFacts, sysfs: Path) -> HostFacts:
 
 
 def _environment_number(name: str, default: int) -> int:
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() and value.isascii() else default
+    value = number(os.environ.get(name))
+    return default if value is None else value

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from mooncake_v0.config.model import Endpoint
 from mooncake_v0.config.source import shorten
+from mooncake_v0.digits import port_number
 from mooncake_v0.url_parts import IPV4, is_host, is_ipv6, split_host_port, split_url
 
 # what `metadata_backend` may say (upstream's table)
@@ -137,9 +138,9 @@ def parse_metadata(text: str, backend: str | None = None) -> MetadataAddress | N
     hosts = []
     for item in parts.hosts.split(","):
         host, port = split_host_port(item)
-        if port is not None and not (port.isdecimal() and port.isascii() and 1 <= int(port[:6]) <= 65535):
+        if port is not None and port_number(port) is None:
             return None
         if not (is_host(host) or is_ipv6(host)):
             return None
-        hosts.append((host, int(port) if port is not None else None))
+        hosts.append((host, port_number(port)))
     return MetadataAddress(scheme, parts.login or "", tuple(hosts), parts.path, parts.query or "", f"{scheme}://{rest}")

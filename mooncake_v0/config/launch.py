@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Mapping, NoReturn, Sequence
 
+from mooncake_v0 import digits
 from mooncake_v0.config.json_parser import parse
 from mooncake_v0.config.kv_transfer import ROLE_NAMES
 from mooncake_v0.config.model import MAX_RANKS, Role
@@ -59,8 +60,7 @@ class Launch:
         return "kv_transfer_config" in self.flags
 
     def number(self, name: str) -> int | None:
-        value = self.flag(name)
-        return int(value) if value is not None and value.isdecimal() and value.isascii() and len(value) < 10 else None
+        return digits.number(self.flag(name))
 
     @property
     def kv_text(self) -> str | None:

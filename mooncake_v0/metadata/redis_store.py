@@ -23,6 +23,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError
 
+from mooncake_v0.digits import number
 from mooncake_v0.errors import MetadataError, StoreUnavailableError
 from mooncake_v0.metadata.polling_watch import PollingWatch
 from mooncake_v0.metadata.store import Entry, Watch
@@ -173,11 +174,12 @@ def _check_path(address: StoreURL) -> tuple[str, int]:
         service, _, db = address.path.partition("/")
         if not service:
             raise MetadataError(f"{address} names no service", fix="write redis+sentinel://HOST:26379/SERVICE[/DB]")
-    if db and (not (db.isascii() and db.isdecimal() and len(db) <= 9) or address.family == "redis+cluster"):
+    database = number(db or "0")
+    if database is None or (db and address.family == "redis+cluster"):
         raise MetadataError(
             f"{address} has database {db!r}", fix="a redis database is a number, usually 0..15; a cluster has only one"
         )
-    return service, int(db or 0)
+    return service, database
 
 
 def _glob_escaped(prefix: bytes) -> bytes:

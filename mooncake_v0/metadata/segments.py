@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Iterable, Sequence
 
+from mooncake_v0.digits import port_number
 from mooncake_v0.metadata.engine_values import RAM_PREFIX, RPC_PREFIX, read_value
 from mooncake_v0.metadata.registry import INSTANCE_PREFIX, InstanceRecord, parse_record
 from mooncake_v0.metadata.store import Entry
@@ -89,9 +90,9 @@ class Segment:
 
     @property
     def _from_name(self) -> tuple[str | None, int | None]:
-        host, separator, port = self.name.rpartition(":")
-        is_number = port.isascii() and port.isdecimal() and len(port) <= 5  # int() refuses "²", and thousands of digits
-        return (host, int(port)) if separator and is_number and _is_port(int(port)) else (None, None)
+        host, separator, text = self.name.rpartition(":")
+        port = port_number(text)
+        return (host, port) if separator and port is not None else (None, None)
 
 
 def group_segments(entries: Iterable[Entry]) -> list[Segment]:

@@ -11,6 +11,7 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Sequence
 
+from mooncake_v0.digits import port_number
 from mooncake_v0.migrate.convert import STORE, V1Instance
 from mooncake_v0.migrate.deployment import Deployment
 from mooncake_v0.migrate.facts import has
@@ -41,7 +42,7 @@ def bootstrap_ports(deployment: Deployment, target: str) -> dict[str, int]:
     """
     taken: dict[str, set[int]] = {}
     for instance in deployment.instances():
-        if is_port(instance.port):
+        if port_number(instance.port):
             taken.setdefault(instance.host, set()).add(int(instance.port))
     ports: dict[str, int] = {}
     for pair in deployment.pairs:
@@ -66,12 +67,7 @@ def ranks(instance: Instance) -> int:
 
 
 def _wanted(instance: Instance) -> int | None:
-    text = instance.variable("VLLM_MOONCAKE_BOOTSTRAP_PORT") or ""
-    return int(text) if is_port(text) else None
-
-
-def is_port(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) < 65536
+    return port_number(instance.variable("VLLM_MOONCAKE_BOOTSTRAP_PORT"))
 
 
 def plan(instances: Sequence[V1Instance], deployment: Deployment, target: str) -> list[PortRow]:

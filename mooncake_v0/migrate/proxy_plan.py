@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable, Sequence
 
+from mooncake_v0.digits import port_number
 from mooncake_v0.migrate.convert import STORE, V1Instance, quote
 from mooncake_v0.migrate.deployment import Deployment
 from mooncake_v0.migrate.facts import has
-from mooncake_v0.migrate.ports import is_port
 
 EXAMPLE_PATH = "examples/disaggregated/mooncake_connector/mooncake_connector_proxy.py"
 OLD_EXAMPLE_PATH = "examples/online_serving/disaggregated_serving/mooncake_connector/mooncake_connector_proxy.py"
@@ -44,7 +44,7 @@ def plan_proxy(deployment: Deployment, instances: Sequence[V1Instance], target: 
     if not prefills and not decodes:
         return None
     today = tuple(f"{proxy.kind} proxy: {WHY[proxy.kind]}" for proxy in deployment.proxies)
-    first = next((proxy.port for proxy in deployment.proxies if is_port(proxy.port)), "8000")
+    first = next((proxy.port for proxy in deployment.proxies if port_number(proxy.port)), "8000")
     taken = {item.original.port for item in instances}
     write, file, path, notes = _kind(target)
     argvs: list[tuple[str, ...]] = []
