@@ -9,7 +9,7 @@ Findings about a user's file are `Diagnostic` values: collected, never raised. F
     ├── MetadataError           the metadata store or gateway
     │   └── StoreUnavailableError   the store does not answer; may work later
     ├── TransferError           engine, agent, pool, side channel
-    │   ├── EngineError         the engine returned an error code or published something else than configured
+    │   ├── EngineError         a read from an engine failed, or one published something else than configured
     │   ├── AgentUnavailableError   the transfer agent died or did not answer in time
     │   └── ProtocolError       a peer sent something that is not a message of ours
     ├── KVLayoutError           a KV cache whose shape, dtype or device is not what was declared
@@ -102,7 +102,7 @@ class TransferError(MooncakeV0Error):
 
 
 class EngineError(TransferError):
-    """The transfer engine returned an error or published something else than configured."""
+    """A read from a transfer engine failed, or one did not start or published something else than configured."""
 
 
 class AgentUnavailableError(TransferError):

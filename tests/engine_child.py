@@ -1,8 +1,9 @@
-"""The pinned engine in a process of its own, driven by JSON lines: the client of the metadata tests.
+"""The pinned engine in a process of its own, driven by JSON lines: the client of the metadata and the reader tests.
 
 python -m tests.engine_child   one request a line on standard input, one answer a line on standard output
-{"do": "initialize", "name": …, "metadata": …}   {"do": "register", "size": n, "fill": byte}
+{"do": "initialize", "name": …, "metadata": …}   {"do": "register", "size": n, "fill": byte, or "seed": of random bytes}
 {"do": "unregister"}   {"do": "read", "name": …, "address": n, "size": n}   {"do": "exit"}
+{"do": "target"}: what the last read's target holds by now
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 from typing import Any
@@ -72,10 +74,11 @@ def main() -> None:
     os.dup2(2, 1)
     engine = TransferEngine()
     regions: list[ctypes.Array[ctypes.c_char]] = []
+    targets: list[ctypes.Array[ctypes.c_char]] = []
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            found = answer(engine, regions, request)
+            found = answer(engine, regions, targets, request)
         except RuntimeError as error:
             found = ["exception", str(error)]
         out.write(json.dumps({"answer": found}) + "\n")
@@ -85,12 +88,12 @@ def main() -> None:
     del engine
 
 
-def answer(engine: Any, regions: list[Any], request: dict[str, Any]) -> object:
+def answer(engine: Any, regions: list[Any], targets: list[Any], request: dict[str, Any]) -> object:
     do = request["do"]
     if do == "initialize":
         return engine.initialize(request["name"], request["metadata"], "tcp", "")
     if do == "register":
-        region = (ctypes.c_char * request["size"]).from_buffer(bytearray([request["fill"]]) * request["size"])
+        region = (ctypes.c_char * request["size"]).from_buffer(content(request))
         regions.append(region)
         return [engine.register_memory(ctypes.addressof(region), request["size"]), ctypes.addressof(region)]
     if do == "unregister":
@@ -98,8 +101,17 @@ def answer(engine: Any, regions: list[Any], request: dict[str, Any]) -> object:
     if do == "read":
         target = ctypes.create_string_buffer(request["size"])
         code = engine.transfer_sync_read(request["name"], ctypes.addressof(target), request["address"], request["size"])
+        targets[:] = [target]
         return [code, target.raw.hex()]
+    if do == "target":
+        return targets[0].raw.hex()
     return None
+
+
+def content(request: dict[str, Any]) -> bytearray:
+    if "seed" in request:
+        return bytearray(random.Random(request["seed"]).randbytes(request["size"]))
+    return bytearray([request["fill"]]) * request["size"]
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ HELP = """Show every port of a pair, and the firewall rules that it needs.
 
 One row for each port that a rank binds: rank r of a side uses base + 2r
 (engine handshake), base + 2r + 1 (engine data) and base + 32 + r (side
-channel), base being the port in prefill_url or decode_url. A second engine
-of decode's rank r, which only reads, listens on the engine ports of rank
-r + 8, where nobody connects.
+channel), base being the port in prefill_url or decode_url.
 
 \b
 Examples:

@@ -7,8 +7,7 @@ plan for rank r and base = the port in prefill_url or decode_url (after the +100
     base + 2r + 1    engine data (the engine always takes handshake + 1)
     base + 32 + r    side channel
 
-On decode, with at most 8 ranks, the engine ports of rank r + 8 are for a second engine of rank r, which only reads. All
-within base .. base+47, which is what the documented "at least 50 apart on one host" protects.
+All within base .. base+47, which is what the documented "at least 50 apart on one host" protects.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from mooncake_v0.transfer.agent_settings import AUTO, ENGINE, AgentSettings
 from mooncake_v0.transfer.checksums import Hasher, is_wanted
 from mooncake_v0.transfer.conversation import Conversation
 from mooncake_v0.transfer.decode_side import DecodeSide
-from mooncake_v0.transfer.engine import EngineSettings, MooncakeEngine, check_descriptor, engine_takes
-from mooncake_v0.transfer.engine_thread import READY, STARTING, EngineThread, ReadResult, SecondReader, engine_opener
+from mooncake_v0.transfer.engine import EngineSettings, check_descriptor, engine_takes
+from mooncake_v0.transfer.engine_thread import READY, STARTING, EngineThread, ReadResult, engine_opener
 from mooncake_v0.transfer.key_keeper import KeyKeeper, make_record
 from mooncake_v0.transfer.lookup_buffer import LookupBuffer
 from mooncake_v0.transfer.messages import (
@@ -55,7 +55,7 @@ from mooncake_v0.transfer.peer_pool import PeerPoolMapping
 from mooncake_v0.transfer.pool import Pool
 from mooncake_v0.transfer.prefill_side import PrefillSide
 from mooncake_v0.transfer.same_host import PoolOffer
-from mooncake_v0.transfer.send_queue import is_worth_it, limit_unsent
+from mooncake_v0.transfer.tcp_reader import TcpReader
 from mooncake_v0.transfer.worker_checks import MAX_COUNTERS, decode_checked
 
 logger = logging.getLogger("mooncake_v0.agent")
@@ -91,10 +91,9 @@ class Agent:
         self._poller = zmq.Poller()
         self._talk = Conversation(settings, self.epoch, self._peer, self._poller, self)
         self._keeper = KeyKeeper(settings.config.metadata_server, self._record())
-        self._engine = EngineThread(self._engine_opener())
-        self._second_reader: SecondReader | None = None
-        if settings.second_reader_ports is not None:
-            self._second_reader = SecondReader(self._engine, self._open_second_engine)
+        theirs = settings.config.ports(settings.peer_role, settings.rank)
+        is_tcp = settings.config.protocol == "tcp"
+        self._engine = EngineThread(self._engine_opener(), TcpReader(theirs.host, theirs.data) if is_tcp else None)
         is_checked = is_wanted(settings.checksum, settings.config.protocol) and not pool.on_device
         self._hasher = Hasher(pool) if is_checked else None
         self._side: PrefillSide | DecodeSide
@@ -120,7 +119,6 @@ class Agent:
                 send=self._talk.send,
                 submit=self._engine.submit,
                 cancel=self._engine.cancel_queued,
-                readers=1 if self._second_reader is None else 2,
                 hasher=self._hasher,
                 may_stop_checking=settings.checksum == AUTO,
             )
@@ -182,7 +180,7 @@ class Agent:
     def _tick(self, now_s: float) -> int:
         if self._talk.listen() and self._engine.ident is None:
             self._engine.start()
-        if now_s - self._reading_since(now_s) > STUCK_READ_S:
+        if now_s - (self._engine.reading_since or now_s) > STUCK_READ_S:
             logger.error("a read has hung for more than %.0f s: this agent is replaced", STUCK_READ_S)
             return EXIT_REPLACE_ME
         if isinstance(self._side, DecodeSide) and self._side.quarantined_bytes * 2 > self._pool.nbytes:
@@ -197,11 +195,6 @@ class Agent:
             self._report()
         self._buffer.clear_some(CLEAR_EACH_TICK_BYTES)
         return 0
-
-    def _reading_since(self, now_s: float) -> float:
-        """When the oldest read under way began; now_s if there is none."""
-        second = self._second_reader.reading_since if self._second_reader is not None else None
-        return min(self._engine.reading_since or now_s, second or now_s)
 
     def _report(self) -> None:
         """Tell the worker what has changed; its own counters it knows."""
@@ -261,8 +254,6 @@ class Agent:
                         "engine %s is ready (%s)", self.settings.ports.segment_name, self.settings.config.protocol
                     )
                     self._keeper.start()
-                    if self._second_reader is not None and self._second_reader.ident is None:
-                        self._second_reader.start()
                 else:
                     logger.warning("no transfer: engine %s", result)
 
@@ -336,27 +327,12 @@ class Agent:
             self._pool.host_nbytes,
             before=self._check_before_start,
             open_gateway=None if engine_takes(config.metadata_server) else self._keeper.open_gateway,
-            after=lambda: self._check_after_start(settings),
+            after=lambda: check_descriptor(self._keeper.fetch_descriptor(), settings),
         )
-
-    def _open_second_engine(self) -> MooncakeEngine:
-        """One that only reads. It publishes keys like every engine; nobody is to find it, so they are deleted at once."""
-        ports = self.settings.second_reader_ports
-        assert ports is not None
-        check_ports_free(ports)
-        settings = EngineSettings(ports.segment_name, self._keeper.engine_url, self.settings.config.protocol)
-        engine = MooncakeEngine(settings, self._pool.address, self._pool.host_nbytes)
-        self._keeper.unpublish(ports.segment_name)
-        return engine
 
     def _check_before_start(self) -> None:
         check_ports_free(self.settings.ports)
         self._keeper.check_name_free()
-
-    def _check_after_start(self, settings: EngineSettings) -> None:
-        check_descriptor(self._keeper.fetch_descriptor(), settings)
-        if is_worth_it(settings.protocol):
-            limit_unsent((self.settings.ports.data,))
 
     def _close(self) -> None:
         self._keeper.stop()

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 
-from mooncake_v0.config.model import MAX_RANKS, Endpoint, MooncakeConfig, RankPorts, Role
+from mooncake_v0.config.model import Endpoint, MooncakeConfig, RankPorts, Role
 
 AUTO, ENGINE, SHM, CUDA_IPC = "auto", "engine", "shm", "cuda_ipc"
 TRANSPORTS = (AUTO, ENGINE, SHM, CUDA_IPC)
 ON, OFF = "on", "off"
 CHECKSUMS = (AUTO, ON, OFF)
-ONE, TWO = "1", "2"
-READERS = (AUTO, ONE, TWO)
-MIN_CPUS_FOR_TWO_READERS = 8  # a read burns two cores, one that waits and one that copies
 
 
 @dataclass(frozen=True)
@@ -26,7 +22,6 @@ class AgentSettings:
                  does; CUDA_IPC has prefill's pool in device memory, for a decode on the same host, and nothing else
     device_handle: of a pool in device memory, hexadecimal; empty for one in host memory
     checksum:    auto, on or off, see `transfer.checksums`
-    readers:     of decode with tcp, how many read at the same time: auto, 1 or 2
     """
 
     role: Role
@@ -41,7 +36,6 @@ class AgentSettings:
     api_url: str | None = None
     transport: str = AUTO
     checksum: str = AUTO
-    readers: str = AUTO
     device_handle: str = ""
 
     def to_json(self) -> str:
@@ -63,13 +57,3 @@ class AgentSettings:
     @property
     def ports(self) -> RankPorts:
         return self.config.ports(self.role, self.rank)
-
-    @property
-    def second_reader_ports(self) -> RankPorts | None:
-        """Where a second engine listens, for nobody, if decode is to have one: on the engine ports of rank + 8."""
-        is_possible = self.role == "decode" and self.config.protocol == "tcp" and self.transport != CUDA_IPC
-        if not is_possible or self.readers == ONE or self.tp_size > MAX_RANKS // 2:
-            return None
-        if self.readers == AUTO and len(os.sched_getaffinity(0)) < MIN_CPUS_FOR_TWO_READERS:
-            return None
-        return self.config.ports(self.role, self.rank + MAX_RANKS // 2)

@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 MIN_CPUS = 4  # two agents on one host, each with a thread that reads or serves and one that hashes
 MAX_COST = 0.05
-PART_BYTES = 64 << 20  # small enough to hash one while the next one is read
 _MEASURED_READ_S = 1.0
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Callable
 
-from mooncake_v0.transfer.checksums import PART_BYTES, Cost, Hasher, Running
+from mooncake_v0.transfer.checksums import Cost, Hasher, Running
 from mooncake_v0.transfer.engine_thread import ReadJob, ReadResult
 from mooncake_v0.transfer.lookup_buffer import FULL, HELD, LOST, TOO_LARGE, TRANSFERRING, Entry, LookupBuffer
 from mooncake_v0.transfer.mapped_entries import MappedEntries
@@ -46,8 +46,8 @@ from mooncake_v0.transfer.pool import Pool
 logger = logging.getLogger(__name__)
 
 MIN_PART_BYTES = 16 << 20  # each read is a new tcp connection: few and large
-MAX_PART_BYTES = 512 << 20  # the engine allows a read 5 s and 1 ns a byte: enough for this at 1 Gbit/s
-WAITING_READS = 1  # of one entry, beside one a reader; what is ready meanwhile becomes the next read
+PART_BYTES = 64 << 20  # small enough to hash and copy one while the next one is read
+MAX_READS = 2  # of one entry, one of which waits; what is ready meanwhile becomes the next read
 STALLED_S = 60.0  # a transfer without progress for so long is given up
 QUERY_WAIT_S = 0.5  # for the peer's answer about a key that it did not announce
 
@@ -64,8 +64,8 @@ NOT_MAPPED = "not_mapped"
 class Transfer:
     """An entry on its way.
 
-    asked_nbytes: leading bytes that were asked of the engine; ended_nbytes: of reads that have ended, however they did
-    done_nbytes: leading bytes that are here; parts: start → bytes of what is here behind a gap
+    asked_nbytes: leading bytes that a read was submitted for; ended_nbytes: of reads that have ended, however they did
+    done_nbytes: leading bytes that are here
     reads: that have not ended
     running: its checksum, None without; confirmed: prefill's word on it, kept until the checksum is complete
     """
@@ -76,7 +76,6 @@ class Transfer:
     asked_nbytes: int = 0
     ended_nbytes: int = 0
     done_nbytes: int = 0
-    parts: dict[int, int] = field(default_factory=dict)
     reads: int = 0
     read_s: float = 0.0
     read_ended_s: float = 0.0
@@ -94,9 +93,8 @@ class Waiter:
 
 
 class DecodeSide:
-    """submit: hands a job to the engine's threads; cancel: takes back those that have not begun.
+    """submit: hands a job to the thread that reads one after the other; cancel: takes back those that have not begun.
 
-    readers: threads that read at the same time
     hasher: None without checksums; may_stop_checking: whether they end when they cost too much
     """
 
@@ -109,7 +107,6 @@ class DecodeSide:
         send: Callable[[Message], None],
         submit: Callable[[ReadJob], None],
         cancel: Callable[[], list[ReadJob]],
-        readers: int,
         hasher: Hasher | None,
         may_stop_checking: bool,
     ) -> None:
@@ -119,7 +116,6 @@ class DecodeSide:
         self._send = send
         self._submit = submit
         self._cancel = cancel
-        self._readers = readers
         self._hasher = hasher
         self._cost = Cost() if may_stop_checking else None
         self._transfers: dict[bytes, Transfer] = {}
@@ -130,7 +126,7 @@ class DecodeSide:
         self._waiters: list[Waiter] = []
         self._pinned: dict[bytes, list[Entry]] = {}  # by the worker
         self.mapped = MappedEntries(buffer.counters)
-        self.can_read = True  # the peer's pool, with the engine
+        self.can_read = True  # the peer's pool, over the network
         self.quarantined_bytes = 0
 
     @property
@@ -391,16 +387,15 @@ class DecodeSide:
         self._read_on(transfer, offer)
 
     def _read_on(self, transfer: Transfer, offer: Ready) -> None:
-        """Ask the engine for what is ready and was not asked for."""
+        """Ask for what is ready and was not asked for."""
         nbytes = offer.ready_nbytes - transfer.asked_nbytes
-        if transfer.reads >= self._readers + WAITING_READS or nbytes <= 0:
+        if transfer.reads >= MAX_READS or nbytes <= 0:
             return
         if nbytes < MIN_PART_BYTES and offer.ready_nbytes < offer.nbytes:
             return
         while transfer.asked_nbytes < offer.ready_nbytes:
             start = transfer.asked_nbytes
-            is_shared = transfer.running is not None or self._readers > 1
-            part = min(PART_BYTES if is_shared else MAX_PART_BYTES, offer.ready_nbytes - start)
+            part = min(PART_BYTES, offer.ready_nbytes - start)
             transfer.asked_nbytes += part
             transfer.reads += 1
             local = self._pool.address + transfer.entry.offset + start
@@ -425,9 +420,7 @@ class DecodeSide:
         if self._transfers.get(entry.key) is not transfer:  # given up meanwhile
             self._unpin_if_idle(transfer)
             return
-        transfer.parts[result.job.local_address - self._pool.address - entry.offset] = result.job.nbytes
-        while transfer.done_nbytes in transfer.parts:
-            self._next_part_is_here(transfer)
+        self._part_is_here(transfer, result.job.nbytes)
         if transfer.done_nbytes == entry.nbytes and transfer.offer is not None:
             transfer.read_ended_s = now_s
             self._send(ReadDone(entry.key, transfer.offer.generation, transfer.running is not None))
@@ -435,9 +428,8 @@ class DecodeSide:
             self._read_on(transfer, transfer.offer)
         self._pool.add_news()  # a worker may copy on what has come
 
-    def _next_part_is_here(self, transfer: Transfer) -> None:
+    def _part_is_here(self, transfer: Transfer, nbytes: int) -> None:
         start, entry = transfer.done_nbytes, transfer.entry
-        nbytes = transfer.parts.pop(start)
         transfer.done_nbytes += nbytes
         if self._hasher is not None and transfer.running is not None:
             self._hasher.submit(transfer.running, entry.offset + start, nbytes, transfer.done_nbytes == entry.nbytes)

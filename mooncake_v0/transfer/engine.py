@@ -4,7 +4,8 @@ The engine reports failures as return codes and by what it does not publish; her
 used from one thread: its http client is not thread-safe (mooncake-transfer-engine 0.3.3.post2,
 transfer_metadata_plugin.cpp:275), and a waiting transfer burns a core.
 
-Data moves by `read` only. A WRITE over tcp is acknowledged before the bytes arrive (tcp_transport.cpp:123).
+Data moves by reads only, over tcp those of `TcpReader`. A WRITE over tcp is acknowledged before the bytes arrive
+(tcp_transport.cpp:123).
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ def check_engine_version() -> str:
 
 class MooncakeEngine:
     """An initialised engine with one registered region; closing it removes its keys from the metadata store."""
+
+    cancels = False
 
     def __init__(self, settings: EngineSettings, region_address: int, region_nbytes: int) -> None:
         """Start the engine and publish the region. Takes milliseconds, or up to 5 s when etcd does not answer.

@@ -1,9 +1,7 @@
-"""The threads of an agent that touch an engine: one starts it, retries until it starts, and reads one job at a time.
+"""The thread of an agent that touches its engine: it starts it, retries until it starts, and reads one job at a time.
 
-The agent's main loop hands it `ReadJob`s and is woken through a socket when a `ReadResult` or a state change waits. On few
-cores one read at a time is the fastest: each waiting transfer burns a core (engine 0.3.3.post2). On a host with cores to
-spare a `SecondReader` with an engine of its own takes jobs from the same queue: one engine's single tcp thread copies no
-more than 3 to 4 GB/s, while the one that serves it at the other end is busy for 60 % of the time.
+The agent's main loop hands it `ReadJob`s and is woken through a socket when a `ReadResult` or a state change waits. Over tcp
+it reads with a `TcpReader` instead of the engine.
 """
 
 from __future__ import annotations
@@ -26,8 +24,15 @@ STARTING, READY = "starting", "ready"
 _RETRY_S = (0.5, 1.0, 2.0, 5.0)
 
 
-class Engine(Protocol):
+class Reader(Protocol):
+    """cancels: a read ends in time, and one that failed writes nothing any more."""
+
+    @property
+    def cancels(self) -> bool: ...
     def read(self, segment_name: str, local_address: int, remote_address: int, nbytes: int) -> None: ...
+
+
+class Engine(Reader, Protocol):
     def close(self) -> None: ...
 
 
@@ -56,15 +61,20 @@ Result = Union[ReadResult, str]  # a str is the engine's new state
 
 
 class EngineThread(threading.Thread):
-    """start() it once; stop() waits for the engine to remove its keys, as far as the deadline allows."""
+    """start() it once; stop() waits for the engine to remove its keys, as far as the deadline allows.
 
-    def __init__(self, open_engine: Callable[[], Engine]) -> None:
+    reader: what reads; the engine itself without one
+    reading_since: monotonic seconds, of a read that may hang; None while there is none
+    """
+
+    def __init__(self, open_engine: Callable[[], Engine], reader: Reader | None = None) -> None:
         super().__init__(name="engine", daemon=True)
         self._open_engine = open_engine
+        self._reader = reader
         self.jobs: queue.Queue[ReadJob | None] = queue.Queue()
         self._results: deque[Result] = deque()
         self.wake_up = WakeUp()
-        self.reading_since: float | None = None  # monotonic seconds; None while idle
+        self.reading_since: float | None = None
 
     def submit(self, job: ReadJob) -> None:
         self.jobs.put(job)
@@ -97,11 +107,11 @@ class EngineThread(threading.Thread):
         while engine is not None:
             job = self.jobs.get()
             if job is None:
-                self.jobs.put(None)  # for a second reader
                 engine.close()
                 return
-            self.reading_since = time.monotonic()
-            result = read(engine, job)
+            reader = self._reader or engine
+            self.reading_since = None if reader.cancels else time.monotonic()
+            result = read(reader, job)
             self.reading_since = None
             self.post(result)
 
@@ -131,42 +141,17 @@ class EngineThread(threading.Thread):
         self.wake_up.set()
 
 
-class SecondReader(threading.Thread):
-    """Reads beside an EngineThread, with an engine of its own. Without one, because it does not start, that reads alone."""
-
-    def __init__(self, first: EngineThread, open_engine: Callable[[], Engine]) -> None:
-        super().__init__(name="second reader", daemon=True)
-        self._first = first
-        self._open_engine = open_engine
-        self.reading_since: float | None = None
-        self._engine: Engine | None = None
-
-    def run(self) -> None:
-        """Until the agent ends. The engine ends with the process: its destructor would complain that it has no keys."""
-        try:
-            engine = self._engine = self._open_engine()
-        except MooncakeV0Error as error:
-            logger.warning("one reader instead of two: %s", error)
-            return
-        logger.info("a second reader is ready")
-        while (job := self._first.jobs.get()) is not None:
-            self.reading_since = time.monotonic()
-            result = read(engine, job)
-            self.reading_since = None
-            self._first.post(result)
-        self._first.jobs.put(None)
-
-
-def read(engine: Engine, job: ReadJob) -> ReadResult:
+def read(reader: Reader, job: ReadJob) -> ReadResult:
     started_s = time.monotonic()
     error = None
     try:
-        engine.read(job.segment_name, job.local_address, job.remote_address, job.nbytes)
+        reader.read(job.segment_name, job.local_address, job.remote_address, job.nbytes)
     except MooncakeV0Error as failure:
         error = str(failure)
     seconds = time.monotonic() - started_s
-    # The engine gives up after its time-out but does not cancel: the bytes may come when the peer goes on.
-    return ReadResult(job, seconds, error, error is not None and seconds >= TRANSFER_TIMEOUT_S * 0.8)
+    # An engine gives up after its time-out but does not cancel: the bytes may come when the peer goes on.
+    timed_out = error is not None and seconds >= TRANSFER_TIMEOUT_S * 0.8
+    return ReadResult(job, seconds, error, may_write_later=timed_out and not reader.cancels)
 
 
 def engine_opener(

@@ -7,7 +7,6 @@ writes them again when they vanish, beside the registry's record of who owns the
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -61,20 +60,6 @@ class KeyKeeper:
         """Start the private gateway over a store that the engine cannot use itself; its URL."""
         self._gateway = start_gateway_process(self._url)
         return self._gateway.url
-
-    @property
-    def engine_url(self) -> str:
-        """What an engine of this agent is told: the private gateway's URL, if there is one."""
-        return self._url if self._gateway is None else self._gateway.url
-
-    def unpublish(self, segment: str) -> None:
-        """Delete an engine's keys, from any thread; what stays is logged, and for `metadata prune`."""
-        try:
-            with contextlib.closing(open_store(self._url)) as store:
-                for prefix in ENGINE_PREFIXES:
-                    store.delete(prefix + segment)
-        except MetadataError as error:
-            logger.warning("the keys of segment %s stay in the metadata store: %s", segment, error)
 
     def fetch_descriptor(self) -> bytes | None:
         return self._open_store().get(f"mooncake/ram/{self._record.segment}")

@@ -29,7 +29,7 @@ from mooncake_v0.kv.layout import KVLayout, find_block_dim
 from mooncake_v0.kv.page_locks import page_locks
 from mooncake_v0.kv.transfer_plan import PromptPlan, TransferPlan, content_key, decode_plan, encode_plan
 from mooncake_v0.transfer.agent_client import AgentClient
-from mooncake_v0.transfer.agent_settings import CHECKSUMS, READERS, TRANSPORTS, AgentSettings
+from mooncake_v0.transfer.agent_settings import CHECKSUMS, TRANSPORTS, AgentSettings
 from mooncake_v0.transfer.peer import NO_PEER
 from mooncake_v0.vllm_plugin.early_decode import tell_ends
 from mooncake_v0.vllm_plugin.environment import choice, seconds
@@ -190,7 +190,6 @@ class WorkerTransfer:
                 api_url=self.config.api_url,
                 transport=choice("MOONCAKE_V0_TRANSPORT", TRANSPORTS),
                 checksum=choice("MOONCAKE_V0_CHECKSUM", CHECKSUMS),
-                readers=choice("MOONCAKE_V0_READERS", READERS),
             ),
             page_locks(layout.device),
             device_pools(layout.device),

@@ -59,7 +59,6 @@ class Side:
             send=nothing,
             submit=nothing,
             cancel=lambda: [],
-            readers=1,
             hasher=None,
             may_stop_checking=False,
         )

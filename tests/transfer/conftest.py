@@ -17,7 +17,7 @@ from mooncake_v0.errors import AgentUnavailableError
 from mooncake_v0.metadata.gateway import start_gateway_thread
 from mooncake_v0.pin.processes import find_free_range
 from mooncake_v0.transfer.agent_client import AgentClient
-from mooncake_v0.transfer.agent_settings import ENGINE, ONE, AgentSettings
+from mooncake_v0.transfer.agent_settings import ENGINE, AgentSettings
 from mooncake_v0.transfer.messages import Status
 
 MIB = 1 << 20
@@ -108,7 +108,7 @@ def make_agents(metadata_url: str) -> Iterator[MakeAgents]:
         pools = both.pop("device_pools", (None, None))
         config = MooncakeConfig(Endpoint("127.0.0.1", base), Endpoint("127.0.0.1", base + 100), url, "tcp")
         common: dict[str, Any] = {"config": config, "fingerprint": {"model": "m"}, "pool_nbytes": POOL_BYTES}
-        common.update({"transport": ENGINE, "readers": ONE, **both})
+        common.update({"transport": ENGINE, **both})
         clients = []
         for role, changes, device_pools in (("prefill", prefill, pools[0]), ("decode", decode, pools[1])):
             settings = AgentSettings(role=role, rank=0, tp_size=1, **common)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def shared_agents(metadata_url: str) -> Iterator[Agents]:
     base = find_free_range(150)
     config = MooncakeConfig(Endpoint("127.0.0.1", base), Endpoint("127.0.0.1", base + 100), metadata_url, "tcp")
     clients = [
-        AgentClient(AgentSettings(role, 0, 1, config, {"model": "m"}, POOL_BYTES, transport=ENGINE, readers=ONE))
+        AgentClient(AgentSettings(role, 0, 1, config, {"model": "m"}, POOL_BYTES, transport=ENGINE))
         for role in ("prefill", "decode")
     ]
     for client in clients:

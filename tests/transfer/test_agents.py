@@ -21,7 +21,7 @@ from mooncake_v0.transfer.agent_settings import ENGINE, SHM
 from mooncake_v0.transfer.messages import Status
 from mooncake_v0.transfer.status import query_status
 from tests.engine_child import Engine
-from tests.freezing import frozen
+from tests.freezing import freeze, frozen, thaw
 from tests.transfer.conftest import (
     MIB,
     POOL_BYTES,
@@ -244,6 +244,20 @@ def test_frozen_peer_is_a_miss_in_time_and_a_peer_again_afterwards(agents: Agent
     agents.wait_connected()
     wait_until(lambda: agents.store(4, MIB, fill=4) == "")
     assert agents.fetch(4) == bytes([4]) * MIB
+
+
+def test_a_read_that_stalls_gives_its_space_back(agents: Agents) -> None:
+    with frozen(agent_pid(agents.prefill)):
+        with frozen(agent_pid(agents.decode)):
+            thaw(agent_pid(agents.prefill))
+            agents.store(1, 30 * MIB, fill=1)
+            agents.prefill.status()
+            time.sleep(0.5)  # the offer is on its way to decode
+            freeze(agent_pid(agents.prefill))
+        wait_until(lambda: agents.decode.status().counters.get("read_failed"), "the read is given up")
+
+        status = agents.decode.status()
+        assert (status.buffer_bytes, status.counters["quarantined_bytes"], agents.decode.restarts) == (0, 0, 0)
 
 
 def test_agents_end_with_their_worker_and_remove_their_keys(make_agents: MakeAgents, metadata_url: str) -> None:

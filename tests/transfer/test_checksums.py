@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mooncake_v0.transfer.agent_settings import AUTO, OFF, ON
-from mooncake_v0.transfer.checksums import MAX_COST, PART_BYTES, Cost, is_wanted
+from mooncake_v0.transfer.checksums import MAX_COST, Cost, is_wanted
+from mooncake_v0.transfer.decode_side import PART_BYTES
 from tests.freezing import frozen
 from tests.transfer.conftest import MIB, Agents, MakeAgents, agent_pid, key, wait_until
 

@@ -244,9 +244,9 @@ def endpoint_privileged_port(name: str, text: str) -> Iterator[Finding]:
 def endpoint_host_name(name: str, text: str) -> Iterator[Finding]:
     """A name instead of an address. It works, at a price.
 
-    The engine resolves the name again for every transfer (tcp_transport.cpp of 0.3.3.post2), and takes the first IPv4
-    answer. The name must resolve on both machines, to an address of that machine that the peer reaches; on Debian, the
-    machine's own name in /etc/hosts is often 127.0.1.1. `--online` resolves it.
+    It is resolved again for every transfer, as the engine does it (tcp_transport.cpp of 0.3.3.post2), and the first
+    IPv4 answer is taken. The name must resolve on both machines, to an address of that machine that the peer reaches;
+    on Debian, the machine's own name in /etc/hosts is often 127.0.1.1. `--online` resolves it.
     """
     host = _host(text)
     if not IPV4.fullmatch(host):
