@@ -65,7 +65,7 @@ IDLE_TICK_S = 1.0  # without a peer for some time: another processor's cache lin
 IDLE_AFTER_S = 10.0
 REPORT_EVERY_S = 1.0
 STUCK_READ_S = 15.0  # only a connect to a host that drops packets lasts longer (133 s); nothing can interrupt it
-CLEAR_EACH_TICK_BYTES = 256 << 20  # some 20 ms of the main loop
+CLEAR_AT_ONCE_BYTES = 8 << 20  # a millisecond: an engine step may wait for an answer
 EXIT_REPLACE_ME = 75
 _PR_SET_PDEATHSIG = 1
 
@@ -149,7 +149,7 @@ class Agent:
                 code = self._tick(now_s)
                 if code:
                     break
-            self._poller.poll(self._wait_ms(next_tick_s))
+            self._poller.poll(0 if self._buffer.clear_some(CLEAR_AT_ONCE_BYTES) else self._wait_ms(next_tick_s))
             if isinstance(self._side, DecodeSide):
                 self._side.answer_in_time(time.monotonic())
             self._serve_worker()
@@ -193,7 +193,6 @@ class Agent:
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + REPORT_EVERY_S
             self._report()
-        self._buffer.clear_some(CLEAR_EACH_TICK_BYTES)
         return 0
 
     def _report(self) -> None:

@@ -76,7 +76,7 @@ class LookupBuffer:
         self._generation = int.from_bytes(os.urandom(5), "little") << 22
         self._on_free = on_free
         self._clear = clear
-        self._uncleared: list[Entry] = []  # each with one pin of ours
+        self._uncleared: dict[Entry, int] = {}  # leading bytes that are cleared; each has one pin of ours
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -133,7 +133,7 @@ class LookupBuffer:
         entry.doomed = True
         if why != EVICTED:
             self.pin(entry)
-            self._uncleared.append(entry)
+            self._uncleared[entry] = 0
         elif not entry.pins:
             self._free(entry)
 
@@ -153,17 +153,20 @@ class LookupBuffer:
         self.allocator.free(entry.offset)
 
     def clear_some(self, budget_bytes: int) -> bool:
-        """Clear and free entries that expired or were lost, until about so many bytes are done; False if none was."""
-        done_bytes = 0
-        for entry in [entry for entry in self._uncleared if entry.pins == 1]:
-            if done_bytes >= budget_bytes:
-                break
+        """Clear so many bytes of entries that expired or were lost, and free those that are done; False if none was."""
+        left_bytes = budget_bytes
+        for entry, start in [(entry, start) for entry, start in self._uncleared.items() if entry.pins == 1]:
+            nbytes = min(left_bytes, entry.nbytes - start)
             self._on_free(entry)
-            self._clear(entry.offset, entry.nbytes)
-            self._uncleared.remove(entry)
-            self.unpin(entry)
-            done_bytes += entry.nbytes
-        return done_bytes > 0
+            self._clear(entry.offset + start, nbytes)
+            left_bytes -= nbytes
+            self._uncleared[entry] = start + nbytes
+            if start + nbytes == entry.nbytes:
+                del self._uncleared[entry]
+                self.unpin(entry)
+            if not left_bytes:
+                break
+        return left_bytes < budget_bytes
 
     def take_dropped(self) -> list[bytes]:
         dropped, self.dropped = self.dropped, []

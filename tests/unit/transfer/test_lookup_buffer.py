@@ -95,11 +95,24 @@ def test_bytes_of_expired_and_lost_entries_are_cleared_before_they_are_free() ->
     buffer.remove(lost, LOST)
     assert (said, buffer.used_bytes) == ([], 2 * PAGE)
 
-    assert buffer.clear_some(1)
+    assert buffer.clear_some(PAGE)
     assert (said[:2], buffer.used_bytes) == ([("may change", old.offset), ("cleared", old.offset)], PAGE)
     assert buffer.clear_some(PAGE) and not buffer.clear_some(PAGE)
     assert ("cleared", lost.offset) in said
     assert buffer.used_bytes == 0
+
+
+def test_clearing_takes_no_more_at_once_than_it_is_told() -> None:
+    cleared: list[tuple[int, int]] = []
+    buffer = LookupBuffer(4 * PAGE, ttl_s=10, clear=lambda offset, nbytes: cleared.append((offset, nbytes)))
+    first, second = held(buffer, 1, pages=3), held(buffer, 2)
+    for entry in (first, second):
+        buffer.remove(entry, LOST)
+
+    used = [buffer.used_bytes // PAGE for _ in range(3) if buffer.clear_some(2 * PAGE)]
+
+    assert cleared == [(first.offset, 2 * PAGE), (first.offset + 2 * PAGE, PAGE), (second.offset, PAGE)]
+    assert used == [4, 0]
 
 
 def test_a_pinned_entry_is_cleared_after_its_last_pin() -> None:
