@@ -118,7 +118,7 @@ class Agent:
                 pool,
                 send=self._talk.send,
                 submit=self._engine.submit,
-                cancel=self._engine.cancel_queued,
+                cancel=self._engine.cancel,
                 hasher=self._hasher,
                 may_stop_checking=settings.checksum == AUTO,
             )

@@ -93,7 +93,7 @@ class Waiter:
 
 
 class DecodeSide:
-    """submit: hands a job to the thread that reads one after the other; cancel: takes back those that have not begun.
+    """submit: hands a job to the thread that reads one after the other; cancel: takes back a transfer's that have not begun.
 
     hasher: None without checksums; may_stop_checking: whether they end when they cost too much
     """
@@ -106,7 +106,7 @@ class DecodeSide:
         *,
         send: Callable[[Message], None],
         submit: Callable[[ReadJob], None],
-        cancel: Callable[[], list[ReadJob]],
+        cancel: Callable[[Transfer], list[ReadJob]],
         hasher: Hasher | None,
         may_stop_checking: bool,
     ) -> None:
@@ -302,7 +302,8 @@ class DecodeSide:
 
     def on_peer_down(self) -> None:
         """The peer's epoch ended: what it stored is not what a successor would store."""
-        self._cancel_all()
+        for key in list(self._transfers):
+            self._give_up(key, NO_PEER)
         self.mapped.deactivate()
         for entry in self._buffer:
             self._buffer.remove(entry, LOST)
@@ -499,20 +500,12 @@ class DecodeSide:
             return
         self._buffer.remove(transfer.entry, LOST)
         self._buffer.take_dropped()
+        transfer.ended_nbytes += sum(job.nbytes for job in self._cancel(transfer))
         self._unpin_if_idle(transfer)
 
     def _unpin_if_idle(self, transfer: Transfer) -> None:
         if transfer.ended_nbytes == transfer.asked_nbytes:
             self._buffer.unpin(transfer.entry)
-
-    def _cancel_all(self) -> None:
-        for job in self._cancel():
-            transfer: Transfer = job.token
-            transfer.ended_nbytes += job.nbytes
-            if self._transfers.get(transfer.entry.key) is not transfer:
-                self._unpin_if_idle(transfer)
-        for key in list(self._transfers):
-            self._give_up(key, NO_PEER)
 
     def _tell_dropped(self) -> None:
         dropped = self._buffer.take_dropped()

@@ -79,8 +79,17 @@ class EngineThread(threading.Thread):
     def submit(self, job: ReadJob) -> None:
         self.jobs.put(job)
 
-    def cancel_queued(self) -> list[ReadJob]:
-        """Take back the jobs that have not begun."""
+    def cancel(self, token: Any) -> list[ReadJob]:
+        """Take back the jobs with this token that have not begun."""
+        taken = []
+        for job in self._take_queued():
+            if job.token is token:
+                taken.append(job)
+            else:
+                self.jobs.put(job)
+        return taken
+
+    def _take_queued(self) -> list[ReadJob]:
         taken: list[ReadJob] = []
         while True:
             try:
@@ -98,7 +107,7 @@ class EngineThread(threading.Thread):
         return found
 
     def stop(self, timeout_s: float) -> None:
-        self.cancel_queued()
+        self._take_queued()
         self.jobs.put(None)
         self.join(timeout_s)
 

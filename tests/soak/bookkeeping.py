@@ -58,7 +58,7 @@ class Side:
             pool,
             send=nothing,
             submit=nothing,
-            cancel=lambda: [],
+            cancel=lambda transfer: [],
             hasher=None,
             may_stop_checking=False,
         )

@@ -43,10 +43,18 @@ def test_entries_of_many_parts_arrive_as_they_were_sent(make_agents: MakeAgents,
     assert agents.decode.restarts == 0
 
 
-def decode_side(pool: Pool, hasher: Hasher, jobs: list[ReadJob], buffer: LookupBuffer, **options: Any) -> DecodeSide:
-    """Without sockets and engine; jobs: what it would read."""
+def decode_side(
+    pool: Pool, hasher: Hasher | None, jobs: list[ReadJob], buffer: LookupBuffer, **options: Any
+) -> DecodeSide:
+    """Without sockets and engine; jobs: what it would read, the first of which has begun."""
+
+    def cancel(transfer: object) -> list[ReadJob]:
+        taken = [job for job in jobs[1:] if job.token is transfer]
+        jobs[1:] = [job for job in jobs[1:] if job.token is not transfer]
+        return taken
+
     return DecodeSide(
-        buffer, Peer(up=True), pool, send=lambda message: None, submit=jobs.append, cancel=lambda: [], hasher=hasher,
+        buffer, Peer(up=True), pool, send=lambda message: None, submit=jobs.append, cancel=cancel, hasher=hasher,
         **{"may_stop_checking": False, **options},
     )  # fmt: skip
 
@@ -77,6 +85,26 @@ def test_a_worker_that_polls_hears_how_much_is_here() -> None:
     side.on_worker(Select(2, [key(1)], 0.0), answers.append)
     (selected,) = answers
     assert isinstance(selected, Selected) and selected.nbytes == [NBYTES] and buffer.counters["corrupt"] == 0
+    pool.close()
+
+
+@pytest.mark.parametrize("is_peer_down", [False, True])
+def test_a_failed_part_or_a_lost_peer_takes_the_others_back(is_peer_down: bool) -> None:
+    pool = Pool.create(POOL_BYTES)
+    jobs: list[ReadJob] = []
+    buffer = LookupBuffer(pool.nbytes, ttl_s=1e9)
+    side = decode_side(pool, None, jobs, buffer)
+    for number, nbytes in ((1, NBYTES), (2, MIB)):
+        side.on_peer(Announce(key(number), nbytes))
+        side.on_peer(Ready(key(number), number, 0, nbytes, nbytes))
+
+    if is_peer_down:
+        side.on_peer_down()
+    side.on_read(ReadResult(jobs[0], 5.0, "failed"))
+
+    assert [job.nbytes for job in jobs[1:]] == ([] if is_peer_down else [MIB])
+    buffer.clear_some(POOL_BYTES)
+    assert (side.in_flight, buffer.used_bytes) == ((0, 0) if is_peer_down else (1, MIB))
     pool.close()
 
 

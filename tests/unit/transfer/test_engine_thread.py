@@ -75,6 +75,24 @@ def test_jobs_are_read_in_order_and_failures_told(thread: tuple[EngineThread, Wa
     assert reader.read_jobs == [1, 2, 3]
 
 
+def test_only_the_jobs_of_one_token_are_taken_back_and_not_the_one_that_is_read(
+    thread: tuple[EngineThread, Waiting],
+) -> None:
+    made, reader = thread
+    reader.read_jobs.clear()
+    for token, nbytes in (("a", 1), ("a", 2), ("b", 3), ("a", 4), ("b", 5)):
+        made.submit(ReadJob(token, "peer", 0, 0, nbytes))
+    wait_until(lambda: reader.read_jobs, "it reads")
+
+    assert [job.nbytes for job in made.cancel("a")] == [2, 4]
+
+    for _ in range(3):
+        reader.outcomes.put(None)
+    found: list[object] = []
+    wait_until(lambda: found.extend(made.take_results()) or len(found) == 3, "all results")
+    assert reader.read_jobs == [1, 3, 5]
+
+
 def test_a_read_that_may_hang_has_a_beginning(thread: tuple[EngineThread, Waiting]) -> None:
     made, reader = thread
     reader.read_jobs.clear()
