@@ -396,7 +396,8 @@ class DecodeSide:
             return
         while transfer.asked_nbytes < offer.ready_nbytes:
             start = transfer.asked_nbytes
-            part = min(PART_BYTES, offer.ready_nbytes - start)
+            left = offer.ready_nbytes - start
+            part = PART_BYTES if left >= PART_BYTES + MIN_PART_BYTES else left
             transfer.asked_nbytes += part
             transfer.reads += 1
             local = self._pool.address + transfer.entry.offset + start

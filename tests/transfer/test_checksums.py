@@ -6,7 +6,7 @@ import pytest
 
 from mooncake_v0.transfer.agent_settings import AUTO, OFF, ON
 from mooncake_v0.transfer.checksums import MAX_COST, Cost, is_wanted
-from mooncake_v0.transfer.decode_side import PART_BYTES
+from mooncake_v0.transfer.decode_side import MIN_PART_BYTES, PART_BYTES
 from tests.freezing import frozen
 from tests.transfer.conftest import MIB, Agents, MakeAgents, agent_pid, key, wait_until
 
@@ -18,7 +18,7 @@ def checking(make_agents: MakeAgents) -> Agents:
     return agents
 
 
-@pytest.mark.parametrize("nbytes", [1, MIB, PART_BYTES + 17], ids=["a byte", "one part", "two parts"])
+@pytest.mark.parametrize("nbytes", [1, MIB, PART_BYTES + MIN_PART_BYTES + 17], ids=["a byte", "one part", "two parts"])
 def test_an_entry_with_the_right_checksum_is_used(checking: Agents, nbytes: int) -> None:
     assert checking.store(1, nbytes, fill=5) == ""
 

@@ -11,7 +11,7 @@ import xxhash
 
 from mooncake_v0.transfer.agent_settings import OFF, ON
 from mooncake_v0.transfer.checksums import Cost, Hasher
-from mooncake_v0.transfer.decode_side import PART_BYTES, DecodeSide
+from mooncake_v0.transfer.decode_side import MIN_PART_BYTES, PART_BYTES, DecodeSide
 from mooncake_v0.transfer.engine_thread import ReadJob, ReadResult
 from mooncake_v0.transfer.lookup_buffer import LookupBuffer
 from mooncake_v0.transfer.messages import Announce, Confirmed, Message, Poll, Polled, Ready, Select, Selected
@@ -20,7 +20,7 @@ from mooncake_v0.transfer.pool import Pool
 from tests.transfer.conftest import MIB, Agents, MakeAgents, key, wait_until
 
 POOL_BYTES = 4 * PART_BYTES
-NBYTES = 3 * PART_BYTES + 17
+NBYTES = 3 * PART_BYTES + MIN_PART_BYTES
 
 
 def move(agents: Agents, number: int, data: bytes) -> bytes | str:
@@ -36,7 +36,7 @@ def test_entries_of_many_parts_arrive_as_they_were_sent(make_agents: MakeAgents,
     agents.wait_connected()
 
     for number in range(1, 4):
-        data = random.Random(number).randbytes(MIB) * (NBYTES // MIB) + os.urandom(NBYTES % MIB)
+        data = random.Random(number).randbytes(MIB) * (NBYTES // MIB) + os.urandom(17)
         assert move(agents, number, data) == data
 
     assert agents.decode.status().counters["reads"] == 3 * 4
@@ -61,7 +61,7 @@ def decode_side(
 
 def test_a_worker_that_polls_hears_how_much_is_here() -> None:
     pool = Pool.create(POOL_BYTES)
-    pool.map[:NBYTES] = data = random.Random(1).randbytes(MIB) * (NBYTES // MIB) + bytes(NBYTES % MIB)
+    pool.map[:NBYTES] = data = random.Random(1).randbytes(MIB) * (NBYTES // MIB)
     jobs: list[ReadJob] = []
     hasher = Hasher(pool)
     hasher.start()
@@ -69,7 +69,7 @@ def test_a_worker_that_polls_hears_how_much_is_here() -> None:
     side = decode_side(pool, hasher, jobs, buffer)
     side.on_peer(Announce(key(1), NBYTES))
     side.on_peer(Ready(key(1), 1, 0, NBYTES, NBYTES))
-    assert [job.nbytes for job in jobs] == [PART_BYTES] * 3 + [17]
+    assert [job.nbytes for job in jobs] == [PART_BYTES] * 3 + [MIN_PART_BYTES]
 
     for number, job in enumerate(jobs):
         replies: list[Message] = []
@@ -85,6 +85,26 @@ def test_a_worker_that_polls_hears_how_much_is_here() -> None:
     side.on_worker(Select(2, [key(1)], 0.0), answers.append)
     (selected,) = answers
     assert isinstance(selected, Selected) and selected.nbytes == [NBYTES] and buffer.counters["corrupt"] == 0
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "nbytes, parts",
+    [
+        (17, [17]),
+        (PART_BYTES + MIN_PART_BYTES - 1, [PART_BYTES + MIN_PART_BYTES - 1]),
+        (2 * PART_BYTES + 17, [PART_BYTES, PART_BYTES + 17]),
+        (2 * PART_BYTES + MIN_PART_BYTES, [PART_BYTES, PART_BYTES, MIN_PART_BYTES]),
+    ],
+)
+def test_no_part_is_small_but_of_a_small_entry(nbytes: int, parts: list[int]) -> None:
+    pool = Pool.create(POOL_BYTES)
+    jobs: list[ReadJob] = []
+    side = decode_side(pool, None, jobs, LookupBuffer(pool.nbytes, ttl_s=1e9))
+
+    side.on_peer(Ready(key(1), 1, 0, nbytes, nbytes))
+
+    assert [job.nbytes for job in jobs] == parts
     pool.close()
 
 
