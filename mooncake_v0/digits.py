@@ -14,6 +14,6 @@ def number(text: str | None) -> int | None:
 
 
 def port_number(text: str | None) -> int | None:
-    """A TCP port, 1 to 65535; None for any other text."""
-    port = number(text)
+    """A TCP port, 1 to 65535, in at most five digits; None for any other text."""
+    port = number(text) if text and len(text) <= 5 else None
     return port if port is not None and 1 <= port <= 65535 else None

@@ -176,7 +176,8 @@ def _buffer_bytes(settings: Settings, text: str, prompt_tokens: int | None, conc
     from mooncake_v0.config.size_advice import advise
 
     kv = read_model_size(settings.model, dtype=flag_value(settings.vllm_args, "--dtype"))
-    tokens = prompt_tokens or number(flag_value(settings.vllm_args, "--max-model-len")) or kv.max_position_tokens
+    longest = number(flag_value(settings.vllm_args, "--max-model-len"))
+    tokens = prompt_tokens or (kv.max_position_tokens if longest is None else longest)
     if not tokens:
         raise click.UsageError(
             "--kv-buffer-size auto needs --prompt-tokens: the model does not say how long prompts are"

@@ -17,6 +17,8 @@ def test_all_else_is_none(text: str | None) -> None:
     assert number(text) is None and port_number(text) is None
 
 
-@pytest.mark.parametrize("text, expected", [("1", 1), ("65535", 65535), ("0", None), ("65536", None)])
+@pytest.mark.parametrize(
+    "text, expected", [("1", 1), ("65535", 65535), ("00080", 80), ("000080", None), ("0", None), ("65536", None)]
+)
 def test_ports(text: str, expected: int | None) -> None:
     assert port_number(text) == expected

@@ -14,6 +14,7 @@ from mooncake_v0.config.addresses import is_loopback
 from mooncake_v0.config.model import ROLES
 from mooncake_v0.config.rules.registry import FIELDS, Check, Edit, Finding, Subject, rule
 from mooncake_v0.config.source import quote, shorten
+from mooncake_v0.digits import port_number
 from mooncake_v0.errors import ERROR, INFO, WARNING
 from mooncake_v0.url_parts import IPV4, is_host, is_ipv6
 
@@ -175,7 +176,7 @@ def endpoint_port_number(name: str, text: str) -> Iterator[Finding]:
 def endpoint_port_range(name: str, text: str) -> Iterator[Finding]:
     """The port is 0 or above 65535. The engine would silently take 12001 instead."""
     port = text.strip().rpartition(":")[2]
-    if len(port) > 5 or not 1 <= int(port) <= 65535:
+    if port_number(port) is None:
         yield Finding(
             (name,),
             f"port {shorten(port)} of {name} does not exist",

@@ -13,6 +13,7 @@ from mooncake_v0.config.addresses import LIST_SCHEMES, STORE_OPTIONS, masked, sp
 from mooncake_v0.config.rules.metadata_scheme import EXAMPLE, WHERE, hosts, parts, scheme, server
 from mooncake_v0.config.rules.registry import Finding, Subject, rule
 from mooncake_v0.config.source import quote, shorten
+from mooncake_v0.digits import port_number
 from mooncake_v0.errors import ERROR
 from mooncake_v0.url_parts import IPV4, is_host, is_ipv6, unencoded_in_password
 
@@ -74,7 +75,7 @@ def metadata_host_syntax(subject: Subject) -> Iterator[Finding]:
 def metadata_port_range(subject: Subject) -> Iterator[Finding]:
     """The port is not a whole number of 1 to 65535."""
     for _, port in hosts(subject):
-        if port is not None and not (re.fullmatch(r"[0-9]{1,5}", port) and 1 <= int(port) <= 65535):
+        if port is not None and port_number(port) is None:
             usual = usual_port(scheme(subject))
             yield Finding(
                 WHERE, f"{shorten(port)!r} is not a port", f"write a number of 1 to 65535, the usual one is {usual}"
